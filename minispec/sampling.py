@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from minispec.request import Request
 
 _ROUNDS = 7  # enough to pass BigCrush: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2
 _MASK = 0xFFFFFFFF
@@ -104,3 +108,17 @@ class SamplingBatch:
     keys: tuple[tuple[int, int], ...]
     greedy: bool
     truncated: bool
+
+    @staticmethod
+    def build(rows: Sequence[tuple[Request, int]], device: torch.device | str = "cpu") -> SamplingBatch:
+        """From (request, position of the token to be drawn) per row."""
+        params = [request.params for request, _ in rows]
+        return SamplingBatch(
+            temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], device=device),
+            top_k=torch.tensor([max(p.top_k, 0) for p in params], device=device),
+            top_p=torch.tensor([p.top_p for p in params], device=device),
+            min_p=torch.tensor([p.min_p for p in params], device=device),
+            keys=tuple((request.seed, position) for request, position in rows),
+            greedy=all(p.greedy for p in params),
+            truncated=any(not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+        )

@@ -1,0 +1,64 @@
+"""How many nodes a step verifies: the number that maximises expected tokens per second.
+
+A step with R rows costs ``cost(R)`` seconds, measured at start. A node whose walk probability is p adds p expected
+tokens. Over all slots together the best nodes are taken as long as (roots + sum of p) / cost keeps its maximum (the
+objective of Sequoia, Chen et al. 2024, arXiv 2402.12374, section 4, applied to the step at hand).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minispec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Measured seconds of a target forward by its number of rows, linear in between and beyond.
+
+    Attributes:
+        rows: ascending row counts, at least two.
+        seconds: time of each.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, rows: int) -> float:
+        """Estimated seconds of a forward over ``rows`` rows."""
+        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (r0, r1), (s0, s1) = self.rows[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+
+
+def allot(trees: Sequence[DraftTree], budget: int, cost: StepCost | None, other_rows: int = 0) -> list[DraftTree]:
+    """Cut the trees, taken together, to the nodes that pay.
+
+    Args:
+        trees: one per decoding slot.
+        budget: most nodes over all trees, roots included; every tree keeps its root.
+        cost: measured step cost; None keeps as many nodes as the budget allows.
+        other_rows: rows of the step that are not tree nodes (prefill chunks).
+
+    Returns:
+        The trees cut; each is closed under taking the parent, as values fall along a path.
+    """
+    drafted = [(-tree.values[i], t, i) for t, tree in enumerate(trees) for i in range(1, len(tree))]
+    drafted.sort()
+    drafted = drafted[: max(budget - len(trees), 0)]
+    count = len(drafted)
+    if cost is not None and drafted:
+        best, tokens = 0.0, float(len(trees))
+        for n in range(len(drafted) + 1):
+            if n:
+                tokens += math.exp(-drafted[n - 1][0])
+            rate = tokens / cost(other_rows + len(trees) + n)
+            if rate > best:
+                best, count = rate, n
+    kept: list[list[int]] = [[0] for _ in trees]
+    for _, t, i in drafted[:count]:
+        kept[t].append(i)
+    return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, kept, strict=True)]

@@ -1,0 +1,150 @@
+"""N-gram prompt lookup: what followed the last time this text occurred, as a tree (Saxena 2023, "Prompt Lookup Decoding").
+
+Every earlier occurrence of the last token is a candidate; the longer its context agrees with the end of the text, the
+likelier its continuation is right. Continuations are merged into a trie and grown best-first. How likely "the longer
+the likelier" is, is learned while running: per length of agreement, per request with the whole server as prior.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minispec.scheduler import Slot
+from minispec.tree import DraftTree
+from minispec.verify import Acceptance
+
+MAX_AGREEMENT = 12
+"""Longest agreement told apart from longer ones."""
+MAX_OCCURRENCES = 64
+"""Most recent occurrences of the last token that are looked at."""
+MAX_DEPTH = 24
+
+
+@dataclass
+class Rates:
+    """Acceptance per length of agreement, with pseudo-counts."""
+
+    hits: list[float]
+    tries: list[float]
+
+    @staticmethod
+    def prior() -> Rates:
+        """A rough first guess, worth few observations: 0.15 at one token of agreement, towards 0.85 for long ones."""
+        guess = [0.85 - 0.7 * 0.6 ** max(n - 1, 0) for n in range(MAX_AGREEMENT + 1)]
+        return Rates([4 * g for g in guess], [4.0] * len(guess))
+
+    def rate(self, agreement: int) -> float:
+        return self.hits[agreement] / self.tries[agreement]
+
+
+@dataclass
+class _Text:
+    """What is known of one slot's text.
+
+    Attributes:
+        seen: token → positions at which it stands, ascending.
+        length: how many tokens have been indexed.
+        rates: this request's own acceptance.
+        agreement: per node of the last proposal, keyed by its path of tokens.
+    """
+
+    seen: dict[int, list[int]] = field(default_factory=dict)
+    length: int = 0
+    hits: list[float] = field(default_factory=lambda: [0.0] * (MAX_AGREEMENT + 1))
+    tries: list[float] = field(default_factory=lambda: [0.0] * (MAX_AGREEMENT + 1))
+    agreement: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+class NgramDrafter:
+    """Proposes continuations found in the slot's own prompt and output. Costs no forward pass."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._rates = Rates.prior()
+        self._texts: dict[Slot, _Text] = {}
+
+    def begin(self, slot: Slot) -> None:
+        self._texts[slot] = _Text()
+
+    def end(self, slot: Slot) -> None:
+        del self._texts[slot]
+
+    def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return [self._propose(slot, count) for slot, count in zip(slots, max_nodes, strict=True)]
+
+    def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
+        """Count a trial for every verified child of an accepted node."""
+        text = self._texts[slot]
+        for node, token in zip(acceptance.path, acceptance.tokens, strict=True):
+            path = tuple(tree.tokens[i] for i in tree.path(node)[1:])
+            for child in tree.children[node]:
+                agreement = text.agreement.get((*path, child))
+                if agreement is None:
+                    continue
+                for counts in (text, self._rates):
+                    counts.tries[agreement] += 1
+                    counts.hits[agreement] += child == token
+
+    def _propose(self, slot: Slot, max_nodes: int) -> DraftTree:
+        tokens, text = slot.request.tokens, self._texts[slot]
+        # The last token is looked up before it is indexed: it must not find itself.
+        last = len(tokens) - 1
+        for position in range(text.length, last):
+            text.seen.setdefault(tokens[position], []).append(position)
+        text.length = last
+        text.agreement.clear()
+        found = text.seen.get(tokens[last], ())[-MAX_OCCURRENCES:]
+        if max_nodes <= 1 or not found:
+            return DraftTree.root(tokens[last])
+        occurrences = [(position, self._agreement(tokens, position)) for position in found]
+
+        tree_tokens, parents, values = [tokens[last]], [-1], [0.0]
+        paths: list[tuple[int, ...]] = [()]
+        # heap of children not yet in the tree: (-value, tie-break, parent, token, agreement, occurrences behind it)
+        heap: list[tuple[float, int, int, int, int, list[tuple[int, int]]]] = []
+        pushed = 0
+
+        def push_children(node: int, at: list[tuple[int, int]]) -> None:
+            nonlocal pushed
+            groups: dict[int, list[tuple[int, int]]] = {}
+            for position, agreement in at:
+                if position + 1 <= last:
+                    groups.setdefault(tokens[position + 1], []).append((position + 1, agreement + 1))
+            weights = {token: sum(4.0 ** (a - 1) for _, a in group) for token, group in groups.items()}
+            total = sum(weights.values())
+            for token, group in groups.items():
+                # the agreement before this token was appended is what its rate is about
+                agreement = min(max(a for _, a in group) - 1, MAX_AGREEMENT)
+                probability = self._rate(text, agreement) * weights[token] / total
+                capped = [(p, min(a, MAX_AGREEMENT)) for p, a in group]
+                heapq.heappush(heap, (-(values[node] + math.log(probability)), pushed, node, token, agreement, capped))
+                pushed += 1
+
+        push_children(0, occurrences)
+        while heap and len(tree_tokens) < max_nodes:
+            cost, _, parent, token, agreement, group = heapq.heappop(heap)
+            tree_tokens.append(token)
+            parents.append(parent)
+            values.append(-cost)
+            paths.append((*paths[parent], token))
+            text.agreement[paths[-1]] = agreement
+            if len(paths[-1]) < MAX_DEPTH:
+                push_children(len(tree_tokens) - 1, group)
+        return DraftTree(tuple(tree_tokens), tuple(parents), tuple(values))
+
+    def _rate(self, text: _Text, agreement: int) -> float:
+        prior = 4.0  # observations that the server-wide rate counts for against the request's own
+        rate = (text.hits[agreement] + prior * self._rates.rate(agreement)) / (text.tries[agreement] + prior)
+        return min(max(rate, 1e-3), 0.995)
+
+    @staticmethod
+    def _agreement(tokens: Sequence[int], position: int) -> int:
+        """How many tokens up to ``position`` equal those at the end of the text; at least 1, at most MAX_AGREEMENT."""
+        last, n = len(tokens) - 1, 1
+        while n < MAX_AGREEMENT and n <= position and tokens[position - n] == tokens[last - n]:
+            n += 1
+        return n
