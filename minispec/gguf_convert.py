@@ -78,7 +78,9 @@ class Metadata:
         """The value of ``key``; ModelError where it is missing."""
         value = self.get(key)
         if value is None:
-            raise ModelError(f"{self.path} has no key {key!r}; convert the model to GGUF again with a current llama.cpp.")
+            raise ModelError(
+                f"{self.path} has no key {key!r}; convert the model to GGUF again with a current llama.cpp."
+            )
         return value
 
 
@@ -110,7 +112,9 @@ def convert(source: Path, destination: Path, on_progress: OnProgress | None = No
             f"{source} is of architecture {architecture!r}; minispec converts GGUF files of architecture 'llama' only."
         )
     if int(meta.get("split.count", 1)) > 1:
-        raise ModelError(f"{source} is one part of a split GGUF; merge the parts first with `llama-gguf-split --merge`.")
+        raise ModelError(
+            f"{source} is one part of a split GGUF; merge the parts first with `llama-gguf-split --merge`."
+        )
     if meta.get("llama.expert_count", 0):
         raise ModelError(f"{source} is a mixture of experts; minispec serves dense Llama models only.")
 
@@ -120,7 +124,9 @@ def convert(source: Path, destination: Path, on_progress: OnProgress | None = No
     # Cheap parts first: what is unsupported shows before minutes of dequantising.
     write_tokenizer(meta, destination, context_length=config["max_position_embeddings"])
     _write_json(destination / "config.json", config)
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    ids: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
+    }
     _write_json(destination / "generation_config.json", ids)
     with open(destination / "model.safetensors", "wb") as file:
         _write_safetensors(file, outputs, on_progress)
@@ -208,9 +214,10 @@ def _rope_scaling(
     if factors is not None:
         return _llama3_scaling(meta, np.array(factors.data, dtype=np.float32).reshape(-1), theta, head_dim)
     kind = meta.get("llama.rope.scaling.type", "none")
-    factor = float(meta.get("llama.rope.scaling.factor", meta.get("llama.rope.scale_linear", 1.0)))
-    if kind == "none" and "llama.rope.scale_linear" in meta._fields:
-        kind = "linear"  # the key of the first files, before there was a type
+    linear = meta.get("llama.rope.scale_linear")  # the key of the first files, before there was a type
+    factor = float(meta.get("llama.rope.scaling.factor", linear or 1.0))
+    if kind == "none" and linear is not None:
+        kind = "linear"
     if kind == "none" or factor == 1.0:
         return None
     if kind == "linear":
@@ -227,9 +234,9 @@ def _rope_scaling(
 def llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray:
     """By what each inverse frequency is divided in Llama 3.1 and later: float32 [head_dim // 2].
 
-    With wavelength w = 2 pi theta^(2i / head_dim), original context C = 8192, low = 1 and high = 4 ("The Llama 3 Herd of
-    Models", arXiv 2407.21783, and transformers' ``_compute_llama3_parameters``): 1 where w < C / high, ``factor`` where
-    w > C / low, and 1 / ((1 - s) / factor + s) with s = (C / w - low) / (high - low) between.
+    With wavelength w = 2 pi theta^(2i / head_dim), original context C = 8192, low = 1 and high = 4: 1 where
+    w < C / high, ``factor`` where w > C / low, and 1 / ((1 - s) / factor + s) between, where
+    s = (C / w - low) / (high - low). As in transformers' ``_compute_llama3_parameters``.
     """
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
@@ -325,7 +332,9 @@ def _blocks(output: _Output) -> Iterator[np.ndarray]:
             values = gguf.quants.dequantize(data[order[start : start + step]], output.source.tensor_type)
         except NotImplementedError as error:
             kind = output.source.tensor_type.name
-            raise ModelError(f"Tensor {output.source.name!r} is of type {kind}, which cannot be dequantised.") from error
+            raise ModelError(
+                f"Tensor {output.source.name!r} is of type {kind}, which cannot be dequantised."
+            ) from error
         yield torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
 
 

@@ -1,7 +1,7 @@
 """Rebuild a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json) from the tokenizer of a GGUF file.
 
-Two kinds exist in Llama models. ``gpt2``: byte-level BPE with merges; ``tokenizer.ggml.pre`` names the regular expression
-that splits text into words first. ``llama``: SentencePiece BPE, whose merges are implied by the scores of the pieces.
+Two kinds exist in Llama models. ``gpt2``: byte-level BPE with merges; ``tokenizer.ggml.pre`` names the regular
+expressions that split text into words first. ``llama``: SentencePiece BPE, whose merges are implied by the scores.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from minispec.errors import ModelError
@@ -138,8 +138,9 @@ def _sentencepiece(meta: Keys, tokens: list[str], types: list[int], unknown: str
     pairs = [(left, right) for *_, left, right in merges]
     tokenizer = Tokenizer(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-    scheme = "first" if prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    # Not the Metaspace pre-tokenizer: it adds no prefix to a text that starts with a space, as SentencePiece does.
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
