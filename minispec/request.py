@@ -103,19 +103,31 @@ class SpeculationStats:
     """Counts of one request's verifications. Drafts behind a stop count as drafted but not as accepted.
 
     Attributes:
-        steps: verifications that emitted tokens.
+        steps: verifications; the first token, which the prompt's last row gives, is not one.
         drafted: draft nodes verified (roots not counted).
         accepted: draft tokens that became part of the text.
+        emitted: tokens these verifications appended, bonus tokens included.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    emitted: int = 0
 
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens per verification, bonus included; None before the first."""
-        return (self.accepted + self.steps) / self.steps if self.steps else None
+        return self.emitted / self.steps if self.steps else None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """As in ``usage.speculation`` of a response."""
+        length = self.acceptance_length
+        return {
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": None if length is None else round(length, 4),
+        }
 
 
 @dataclass(eq=False)
