@@ -31,7 +31,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 from filelock import FileLock  # a dependency of torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -291,8 +290,8 @@ def _pull_hf(name: str, progress: bool) -> Path:
         raise ModelError(
             f"The Hugging Face hub has no model {name!r}, or it is private: check the spelling, or set HF_TOKEN."
         ) from None
-    # OSError covers the hub's own errors, its offline switch and a full disk.
-    except (OSError, httpx.HTTPError) as error:
+    # The library and the HTTP clients below it (httpx, requests, xet) share no base class for a failed download.
+    except Exception as error:
         offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         remedy = "unset HF_HUB_OFFLINE" if offline else "check the network and run the same command again to resume"
         raise ModelError(f"Cannot download {name!r}: {_first_line(error)} ({remedy}).") from error
@@ -308,7 +307,7 @@ def _pull_hf(name: str, progress: bool) -> Path:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 # --- parts of pull ---------------------------------------------------------------------------------------------------

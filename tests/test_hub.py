@@ -390,6 +390,19 @@ def test_hf_offline(snapshot: Callable[..., list[bool]], monkeypatch: pytest.Mon
         hub.pull("org/name", progress=False)
 
 
+def test_hf_cache_as_the_library_lays_it_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf"))
+    repo, revision = home / "hf" / "models--org--name", "0123456789" * 4
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(revision)
+    folder = model_folder(repo / "snapshots" / revision)
+    assert hub.resolve("org/name") == folder
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="minispec pull org/name"):
+        hub.resolve("org/name")
+
+
 # --- without the extra -----------------------------------------------------------------------------------------------
 
 
