@@ -186,6 +186,12 @@ class Tokenizer:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The first id that the two vocabularies spell differently; a longer one may go on past the shorter's end."""
+        ids = range(min(self.vocab_size, other.vocab_size))
+        mine, theirs = self._backend.id_to_token, other._backend.id_to_token
+        return next((i for i in ids if mine(i) != theirs(i)), None)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one token; b"" for special tokens and ids outside the vocabulary."""
         if not 0 <= token_id < self.vocab_size:

@@ -1,0 +1,162 @@
+"""LLM: the offline Python API.
+
+    from minispec import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m")
+    [output] = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(temperature=0))
+    print(output.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minispec.config import EngineConfig
+from minispec.engine import Engine
+from minispec.errors import RequestError
+from minispec.load import load_engine
+from minispec.request import Request, SamplingParams, TokenEvent
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        text: generated text, without the stop string.
+        token_ids: generated ids, with the token that ended the request.
+        finish_reason: ``stop`` or ``length``.
+        usage: prompt_tokens, completion_tokens, total_tokens and speculation {steps, drafted, accepted,
+            acceptance_length}.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: dict[str, Any]
+
+    @staticmethod
+    def of(request: Request) -> RequestOutput:
+        assert request.finish_reason is not None
+        return RequestOutput(request.text, request.output, request.finish_reason.value, usage(request))
+
+
+def usage(request: Request) -> dict[str, Any]:
+    """Token counts of a request, as in API responses."""
+    return {
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": request.num_output,
+        "total_tokens": len(request.tokens),
+        "speculation": request.speculation.as_dict(),
+    }
+
+
+class LLM:
+    """One model, ready to generate. Not thread-safe.
+
+    Args:
+        target: the model: a pulled name, a folder, a Hugging Face id in the local cache.
+        draft: ``auto``, ``none``, ``ngram``, or a draft model.
+        device: ``auto``, ``cuda`` or ``cpu``.
+        dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``.
+        settings: any other field of EngineConfig, such as ``max_slots`` or ``max_context``.
+
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot be used; the message has the remedy.
+    """
+
+    def __init__(
+        self, target: str, draft: str = "auto", *, device: str = "auto", dtype: str = "auto", **settings: Any
+    ) -> None:
+        self.engine: Engine = load_engine(
+            EngineConfig(target=target, draft=draft, device=device, dtype=dtype, **settings)
+        )
+
+    def default_params(self, **params: Any) -> SamplingParams:
+        """Sampling parameters with the model's own defaults for what is not given."""
+        return SamplingParams(**{**self.engine.default_params, **params})
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue prompts, as a batch.
+
+        Args:
+            prompts: strings or lists of token ids, or one of them.
+            params: for all prompts, or one per prompt; None for the model's defaults.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or parameter is unusable; nothing has been generated then.
+        """
+        requests = self._requests([self._encode(prompt) for prompt in _prompts(prompts)], params)
+        for _ in self._run(requests):
+            pass
+        return [RequestOutput.of(request) for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of ``{"role", "content"}``), or several; as ``generate`` otherwise."""
+        requests = self._requests(self._render(messages), params)
+        for _ in self._run(requests):
+            pass
+        return [RequestOutput.of(request) for request in requests]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[TokenEvent]:
+        """Continue one prompt, or answer one conversation, event by event; closing the iterator cancels it."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            [ids] = self._render(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self._encode(prompt)  # type: ignore[arg-type]
+        yield from self._run(self._requests([ids], params))
+
+    def _render(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[int]]:
+        if not messages:
+            raise RequestError("there are no messages to answer", param="messages")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        return [self.engine.tokenizer.apply_chat_template(list(conversation)) for conversation in conversations]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or self.default_params()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts need as many SamplingParams, or one; {len(each)} given")
+        return [self.engine.make_request(ids, one) for ids, one in zip(prompts, each, strict=True)]
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        for request in requests:
+            self.engine.add(request)
+        try:
+            while not all(request.finished for request in requests):
+                yield from self.engine.step()
+        finally:
+            # left early, by an exception or a closed iterator: nothing of it stays behind
+            for request in requests:
+                self.engine.abort(request)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

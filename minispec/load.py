@@ -1,0 +1,248 @@
+"""From settings to a running engine: find the folders, load the models, size the cache, measure a step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minispec import hub
+from minispec.batch import Span
+from minispec.budget import StepCost
+from minispec.config import DEFAULT_MAX_CONTEXT, EngineConfig
+from minispec.drafters.base import Drafter, NoDrafter
+from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.ngram import NgramDrafter
+from minispec.engine import Engine
+from minispec.errors import ConfigError, ModelError, RequestError
+from minispec.kv_cache import PagePool
+from minispec.model.config import ModelConfig
+from minispec.model.llama import Llama
+from minispec.model.loader import check_folder
+from minispec.request import SamplingParams
+from minispec.runner import ModelRunner, kv_bytes_per_position, resolve_device, resolve_dtype
+from minispec.sampling import Noise
+from minispec.tokenizer import Tokenizer
+from minispec.tree import MAX_NODES
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+_TREE_TOKENS = {"cpu": 32, "cuda": 256}  # most nodes per step under `--tree-budget auto`
+_STEP_TOKENS = {"cpu": 256, "cuda": 2048}
+_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def preflight(config: EngineConfig) -> None:
+    """Everything that can be wrong with the settings and the model files, without reading weights.
+
+    Raises:
+        ConfigError, ModelError: with the remedy.
+    """
+    device = resolve_device(config.device)
+    resolve_dtype(config.dtype, device)
+    folder = hub.resolve(config.target)
+    model = ModelConfig.from_folder(folder)
+    check_folder(folder, model)
+    _max_context(config, model)
+    target = Tokenizer.from_folder(folder)
+    if (draft := _draft_folder(config)) is not None:
+        check_folder(draft, ModelConfig.from_folder(draft))
+        _check_vocabulary(target, Tokenizer.from_folder(draft), config.draft)
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load target and draft, and measure what a step costs.
+
+    Raises:
+        ConfigError, ModelError: with the remedy.
+    """
+    started = time.monotonic()
+    preflight(config)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    folder = hub.resolve(config.target)
+    tokenizer = Tokenizer.from_folder(folder)
+    target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
+    draft_folder = _draft_folder(config)
+    draft = None
+    if draft_folder is not None:
+        size = min(tokenizer.vocab_size, Tokenizer.from_folder(draft_folder).vocab_size)
+        draft = Llama.load(draft_folder, device=device, dtype=dtype, vocab_size=size)
+
+    max_context = _max_context(config, target.config)
+    max_tree = MAX_NODES if config.tree_budget == "auto" else int(config.tree_budget)
+    models = [target] if draft is None else [target, draft]
+    pages = _pages(config, models, max_context, dtype, device)
+    runner = ModelRunner(target, pages=pages, page_size=config.page_size)
+    noise = Noise(runner.vocab_size, device)
+    drafter: Drafter
+    if draft is not None:
+        if draft.config.max_position < max_context:
+            raise ConfigError(
+                f"the draft {config.draft} has a context limit of {draft.config.max_position} tokens, the target is "
+                f"served with {max_context}; give --max-context {draft.config.max_position} or another draft"
+            )
+        drafter = DraftModelDrafter(
+            config.draft,
+            ModelRunner(draft, pages=pages, page_size=config.page_size),
+            PagePool(pages),
+            noise,
+        )
+    else:
+        drafter = NoDrafter() if config.draft == "none" else NgramDrafter()
+
+    auto = config.tree_budget == "auto"
+    if auto:
+        max_tree = _TREE_TOKENS[device.type] * (1 if device.type == "cuda" else 1)
+    max_step_tokens = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_slots)
+    engine = Engine(
+        runner,
+        PagePool(pages),
+        drafter,
+        noise,
+        tokenizer=tokenizer,
+        max_slots=config.max_slots,
+        max_context=max_context,
+        max_step_tokens=max_step_tokens,
+        tree_budget=max_tree,
+        step_cost=measure_step_cost(runner) if auto and not isinstance(drafter, NoDrafter) else None,
+        eos_ids=tokenizer.eos_ids,
+        name=model_name(config.target),
+        description={
+            "device": device.type,
+            "dtype": str(dtype).removeprefix("torch."),
+            "draft": drafter.name,
+            "slots": config.max_slots,
+            "context": max_context,
+            "kv_tokens": pages * config.page_size,
+        },
+        default_params=default_params(folder),
+    )
+    if engine.room < max_context:
+        logger.warning(
+            "the KV cache holds %d tokens, fewer than the context limit of %d: longer requests are refused; "
+            "--kv-memory raises what fits",
+            engine.room,
+            max_context,
+        )
+    logger.info("%s ready in %.1f s: %s", engine.name, time.monotonic() - started, engine.description)
+    return engine
+
+
+def model_name(target: str) -> str:
+    """What a target is called in the API: its id, or the name of its folder or file."""
+    path = Path(target)
+    if path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return target
+
+
+def default_params(folder: Path) -> dict[str, Any]:
+    """The model's own sampling defaults (generation_config.json), for requests that do not say.
+
+    ``do_sample: false`` there means greedy. Unusable values are left out with a warning.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); download the model again") from error
+    if not isinstance(found, Mapping):
+        return {}
+    defaults = {}
+    for key in _DEFAULT_KEYS:
+        value = found.get(key)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{key: value})
+        except RequestError as error:
+            logger.warning("%s: ignoring a default: %s", path, error)
+            continue
+        defaults[key] = value
+    if found.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    if defaults:
+        logger.info("sampling defaults of the model: %s", defaults)
+    return defaults
+
+
+def measure_step_cost(runner: ModelRunner, context: int = 128) -> StepCost:
+    """Time forwards of 1 to 64 rows behind a context of ``context`` tokens, which also warms the kernels up."""
+    page_size = runner.kv.page_size
+    rows = (1, 2, 4, 8, 16, 32, 64)
+    room = runner.kv.k.shape[2] - rows[-1]
+    context = max(min(context, room), 0)
+    pages = list(range(runner.kv.pages_for(context + rows[-1])))
+    if context:
+        runner.forward([Span.chunk([0] * context, pages, 0, sample_last=True)])
+    seconds = []
+    for n in rows:
+        # a comb: every node a child of the root, all of them sampled, as in a verification
+        span = Span([0] * n, pages, context, [min(i, 1) for i in range(n)], [1 | 1 << i for i in range(n)], range(n))
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            runner.forward([span]).argmax(-1).tolist()
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times))
+    logger.info("step cost by rows: %s", ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in zip(rows, seconds, strict=True)))
+    assert page_size > 0
+    return StepCost(rows, tuple(seconds))
+
+
+def _draft_folder(config: EngineConfig) -> Path | None:
+    return None if config.draft in ("auto", "none", "ngram") else hub.resolve(config.draft)
+
+
+def _check_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """A draft must spell every id as the target does; it may lack or add ids at the end (padding, extra specials)."""
+    if (token := target.first_difference(draft)) is not None:
+        raise ModelError(
+            f"the draft {name} has another vocabulary than the target: token {token} is {draft.spelling(token)!r} there "
+            f"and {target.spelling(token)!r} here. Choose a draft of the same family, or --draft ngram."
+        )
+    if target.vocab_size != draft.vocab_size:
+        logger.warning("the draft knows %d tokens, the target %d", draft.vocab_size, target.vocab_size)
+
+
+def _max_context(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_context is None:
+        return min(model.max_position, DEFAULT_MAX_CONTEXT)
+    if config.max_context > model.max_position:
+        raise ConfigError(
+            f"--max-context {config.max_context} is more than the model's limit of {model.max_position} tokens; "
+            f"give at most {model.max_position}"
+        )
+    return config.max_context
+
+
+def _pages(
+    config: EngineConfig, models: list[Llama], max_context: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Pages per model: what max_slots full contexts need, or what memory allows."""
+    page_bytes = sum(kv_bytes_per_position(model.config, dtype) for model in models) * config.page_size
+    if config.kv_memory is not None:
+        limit = int(config.kv_memory * GIB)
+    elif device.type == "cuda":
+        limit = int(torch.cuda.mem_get_info(device)[0] * 0.85)
+    else:
+        # A CPU maps the cache lazily, so this is a bound on what long contexts may come to use, not what is taken now.
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+    wanted = config.max_slots * -(-max_context // config.page_size)
+    pages = min(wanted, limit // page_bytes)
+    if pages < 1:
+        raise ConfigError(
+            f"the KV cache may take {limit / GIB:.3f} GiB, but one page of {config.page_size} positions needs "
+            f"{page_bytes / GIB:.3f} GiB; raise --kv-memory"
+        )
+    return pages
