@@ -1,0 +1,181 @@
+"""The forward pass of Llama-family models over ragged rows: all spans of a step behind one another, no padding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec import kernels
+from minispec.batch import StepBatch
+from minispec.kv_cache import KVCache
+from minispec.model.config import ModelConfig
+from minispec.model.linear import Head, Linear
+from minispec.model.loader import EMBEDDING, HEAD, check_folder, expected_shapes
+from minispec.model.rope import Rope
+
+log = logging.getLogger(__name__)
+
+Take = Callable[..., Tensor]
+"""``take(*names)``: the named tensors joined along their first dimension, in the model's dtype and on its device."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer's weights; q/k/v and gate/up are fused along their outputs."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Llama:
+    """A decoder for inference.
+
+    Attributes:
+        config: its shape.
+        device, dtype: of weights, activations and KV.
+        vocab_size: number of logits, see ``load``.
+        embedding: [config.vocab_size, hidden].
+        layers, norm, head: the rest, in order.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        take: Take,
+        *,
+        own_head: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        vocab_size: int,
+    ) -> None:
+        """Build from ``take``; most callers want ``load`` or ``random``. ``own_head``: there are weights for a head."""
+        self.config = config
+        self.device, self.dtype = device, dtype
+        self.rope = Rope(config.rope, config.head_dim, device)
+        self.scale = config.head_dim**-0.5
+        self._widths = [h * config.head_dim for h in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.embedding = take(EMBEDDING)
+        self.layers = [_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.norm = take("model.norm.weight")
+        head = take(HEAD) if own_head else self.embedding
+        if own_head and config.tie_word_embeddings:
+            if torch.equal(head, self.embedding):
+                head = self.embedding
+            else:  # as transformers 5 does
+                log.warning("tie_word_embeddings is set, but the weights hold another head; using that head")
+        self.head = Head(head[:vocab_size])
+        self.vocab_size = self.head.vocab_size
+
+    @staticmethod
+    def load(
+        folder: Path | str, *, device: torch.device | str, dtype: torch.dtype, vocab_size: int | None = None
+    ) -> Llama:
+        """Load a folder in the Hugging Face layout.
+
+        Args:
+            folder: with config.json and safetensors.
+            device, dtype: of weights, activations and KV.
+            vocab_size: ids the tokenizer knows. Vocabularies are often padded; the head is narrowed to this many ids, so that
+                padding is never produced. None, or more than the head has, keeps all.
+
+        Raises:
+            ModelError: the folder cannot be used, see ``ModelConfig.from_folder`` and ``check_folder``.
+        """
+        config = ModelConfig.from_folder(folder)
+        checkpoint = check_folder(folder, config)
+        device = torch.device(device)
+
+        def take(*names: str) -> Tensor:
+            return checkpoint.take(*names, device=device, dtype=dtype)
+
+        with torch.no_grad():
+            return Llama(
+                config,
+                take,
+                own_head=HEAD in checkpoint.entries,
+                device=device,
+                dtype=dtype,
+                vocab_size=config.vocab_size if vocab_size is None else vocab_size,
+            )
+
+    @staticmethod
+    def random(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Llama:
+        """A model with random weights (normal, sigma 0.02; norms are 1), for benchmarks and tests."""
+        device = torch.device(device)
+        shapes = expected_shapes(config)
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def take(*names: str) -> Tensor:
+            shape = (sum(shapes[name][0] for name in names), *shapes[names[0]][1:])
+            if names[0].endswith("norm.weight"):
+                return torch.ones(shape, device=device, dtype=dtype)
+            return torch.empty(shape, device=device, dtype=dtype).normal_(std=0.02, generator=generator)
+
+        with torch.no_grad():
+            return Llama(
+                config,
+                take,
+                own_head=not config.tie_word_embeddings,
+                device=device,
+                dtype=dtype,
+                vocab_size=config.vocab_size,
+            )
+
+    def forward(self, batch: StepBatch, kv: KVCache) -> Tensor:
+        """Run one step and write its KV.
+
+        Args:
+            batch: the rows.
+            kv: cache of this model; written at ``batch.kv_index`` of every layer.
+
+        Returns:
+            [samples, vocab_size] float32: logits of ``batch.sample_rows``, in that order.
+        """
+        config, eps, scale = self.config, self.config.rms_norm_eps, self.scale
+        rows = batch.tokens.shape[0]
+        cos, sin = self.rope.cos_sin(batch.positions)
+        x, residual = F.embedding(batch.tokens, self.embedding), None
+        for layer, k_cache, v_cache in zip(self.layers, kv.k.unbind(0), kv.v.unbind(0), strict=True):
+            y, residual = kernels.rms_norm(x, layer.input_norm, eps, residual)
+            q, k, v = (part.view(rows, -1, config.head_dim) for part in layer.qkv(y).split(self._widths, dim=-1))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = kernels.rms_norm(q, layer.q_norm, eps)[0], kernels.rms_norm(k, layer.k_norm, eps)[0]
+            q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
+            attended = kernels.tree_attention(q, k_cache, v_cache, batch, scale)
+            y, residual = kernels.rms_norm(layer.o(attended.view(rows, -1)), layer.post_norm, eps, residual)
+            x = layer.down(kernels.silu_mul(layer.gate_up(y)))
+        if batch.sample_rows.shape[0] != rows:
+            x = x[batch.sample_rows]
+            residual = None if residual is None else residual[batch.sample_rows]
+        return self.head(kernels.rms_norm(x, self.norm, eps, residual)[0])
+
+
+def _layer(config: ModelConfig, take: Take, prefix: str) -> Layer:
+    def linear(bias: bool, *names: str) -> Linear:
+        return Linear(
+            take(*(f"{prefix}{name}.weight" for name in names)),
+            take(*(f"{prefix}{name}.bias" for name in names)) if bias else None,
+        )
+
+    return Layer(
+        input_norm=take(f"{prefix}input_layernorm.weight"),
+        qkv=linear(config.qkv_bias, *(f"self_attn.{part}_proj" for part in "qkv")),
+        q_norm=take(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=take(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+        o=linear(config.o_bias, "self_attn.o_proj"),
+        post_norm=take(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(config.mlp_bias, "mlp.down_proj"),
+    )

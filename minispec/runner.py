@@ -1,0 +1,99 @@
+"""ModelRunner: a model with its KV cache, and the choice of device and dtype."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minispec.batch import Span, StepBatch
+from minispec.config import DEVICES, DTYPES
+from minispec.errors import ConfigError
+from minispec.kv_cache import KVCache
+from minispec.model.config import ModelConfig
+from minispec.model.llama import Llama
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Runs steps of one model.
+
+    Attributes:
+        model: the weights.
+        kv: its cache.
+        device: where the model runs.
+        vocab_size: number of logits a row; larger token ids are never produced.
+    """
+
+    def __init__(self, model: Llama, *, pages: int, page_size: int) -> None:
+        config = model.config
+        self.model = model
+        self.device = model.device
+        self.vocab_size = model.vocab_size
+        self.kv = KVCache(
+            layers=config.num_layers,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            pages=pages,
+            page_size=page_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    def forward(self, spans: Sequence[Span]) -> Tensor:
+        """Run the rows of ``spans`` in one pass and write their KV.
+
+        Returns:
+            [samples, vocab_size] float32 logits of the spans' sampled rows, in order.
+        """
+        with torch.inference_mode():
+            batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
+            return self.model.forward(batch, self.kv)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device for a setting: ``auto`` is CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        ConfigError: CUDA is asked for and absent.
+    """
+    if name not in DEVICES:
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
+    cuda = torch.cuda.is_available()
+    if name == "cuda" and not cuda:
+        raise ConfigError(
+            "device cuda was asked for, but torch finds no CUDA GPU. Use --device cpu, or install a CUDA build of "
+            "torch and a driver (in a container: pass --gpus all)"
+        )
+    return torch.device("cuda" if cuda and name != "cpu" else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype for a setting: ``auto`` is bfloat16, or float32 on a CPU without bfloat16 instructions.
+
+    Raises:
+        ConfigError: not a dtype we run in.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {name!r}")
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu" and not _cpu_has_bfloat16():
+        log.info("dtype auto: float32, as this CPU has no bfloat16 instructions (amx_bf16, avx512_bf16)")
+        return torch.float32
+    return torch.bfloat16
+
+
+def kv_bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token holds, over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _cpu_has_bfloat16() -> bool:
+    # Without these oneDNN emulates bfloat16, slower than float32.
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
