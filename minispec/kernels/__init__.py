@@ -12,18 +12,50 @@ import os
 import torch
 
 from minispec.errors import ConfigError
-from minispec.kernels.kv_commit import kv_commit_ref
-from minispec.kernels.rms_norm import rms_norm_ref
-from minispec.kernels.rope_kv_write import rope_kv_write_ref
-from minispec.kernels.sample import sample_ref
-from minispec.kernels.silu_mul import silu_mul_ref
-from minispec.kernels.tree_attention import tree_attention_ref
+from minispec.kernels import kv_commit as _kv_commit
+from minispec.kernels import rms_norm as _rms_norm
+from minispec.kernels import rope_kv_write as _rope_kv_write
+from minispec.kernels import sample as _sample
+from minispec.kernels import silu_mul as _silu_mul
+from minispec.kernels import top_children as _top_children
+from minispec.kernels import tree_attention as _tree_attention
 
-kv_commit = kv_commit_ref
-rms_norm = rms_norm_ref
-rope_kv_write = rope_kv_write_ref
-sample = sample_ref
-silu_mul = silu_mul_ref
-tree_attention = tree_attention_ref
+CHOICES = ("auto", "triton", "torch")
 
-__all__ = ["kv_commit", "rms_norm", "rope_kv_write", "sample", "silu_mul", "tree_attention"]
+
+def _choose() -> str:
+    """``triton`` or ``torch``, from ``MINISPEC_KERNELS``."""
+    wanted = os.environ.get("MINISPEC_KERNELS", "auto")
+    if wanted not in CHOICES:
+        raise ConfigError(f"MINISPEC_KERNELS must be one of {', '.join(CHOICES)}, not {wanted!r}; unset it for auto")
+    if wanted != "auto":
+        chosen, reason = wanted, f"MINISPEC_KERNELS={wanted}"
+    elif torch.cuda.is_available():
+        chosen, reason = "triton", "CUDA is available"
+    else:
+        chosen, reason = "torch", "CUDA is not available"
+    logging.getLogger(__name__).info("kernels: %s (%s)", chosen, reason)
+    return chosen
+
+
+BACKEND = _choose()
+"""The implementation this process runs: ``triton`` or ``torch``."""
+
+kv_commit = _kv_commit.kv_commit_ref
+rms_norm = _rms_norm.rms_norm_ref
+rope_kv_write = _rope_kv_write.rope_kv_write_ref
+sample = _sample.sample_ref
+silu_mul = _silu_mul.silu_mul_ref
+top_children = _top_children.top_children_ref
+tree_attention = _tree_attention.tree_attention_ref
+
+__all__ = [
+    "BACKEND",
+    "kv_commit",
+    "rms_norm",
+    "rope_kv_write",
+    "sample",
+    "silu_mul",
+    "top_children",
+    "tree_attention",
+]

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) with the residual addition before it.
 
-    h = x + residual
-    y = h / sqrt(mean(h^2) + eps) * weight
+h = x + residual
+y = h / sqrt(mean(h^2) + eps) * weight
 """
 
 from __future__ import annotations

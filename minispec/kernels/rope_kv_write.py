@@ -1,6 +1,6 @@
 """Rotate queries and keys (RoPE: Su et al. 2021, arXiv 2104.09864) and write keys and values into the paged cache.
 
-    rotate(x) = x * cos + (-x[half:], x[:half]) * sin        cos, sin at the row's position: committed length + depth
+rotate(x) = x * cos + (-x[half:], x[:half]) * sin        cos, sin at the row's position: committed length + depth
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
 def _draw_within_support(scores: Tensor, noisy: Tensor, sampling: SamplingBatch, sampled: Tensor) -> Tensor:
     """Argmax of ``noisy`` over each row's support, by trying the best candidate first.
 
-    A candidate belongs to the top-p set iff the tokens strictly above it have mass below top_p: one masked sum instead of
-    a sort. One that does not rules out everything at or below its score.
+    A candidate belongs to the top-p set iff the tokens strictly above it have mass below top_p: one masked sum instead
+    of a sort. One that does not rules out everything at or below its score.
     """
     vocab = scores.shape[-1]
     floor = torch.log(sampling.min_p)[:, None]  # log 0 = -inf: off

@@ -27,7 +27,7 @@ def tree_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepB
     Returns:
         [rows, heads, head_dim].
     """
-    rows, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     kv_heads = k_cache.shape[0]
     group = heads // kv_heads
     out = torch.empty_like(q)
@@ -51,7 +51,7 @@ def tree_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepB
 
 
 def context(cache: Tensor, span: Span, page_size: int) -> Tensor:
-    """The keys or values a span sees: [kv_heads, num_cached + tree_size, head_dim]; in place where pages are consecutive."""
+    """What a span sees: [kv_heads, num_cached + tree_size, head_dim]; in place where pages are consecutive."""
     length = span.num_cached + span.tree_size
     pages = span.pages[: -(-length // page_size)]
     first = pages[0]
