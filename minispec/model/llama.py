@@ -87,8 +87,8 @@ class Llama:
         Args:
             folder: with config.json and safetensors.
             device, dtype: of weights, activations and KV.
-            vocab_size: ids the tokenizer knows. Vocabularies are often padded; the head is narrowed to this many ids, so that
-                padding is never produced. None, or more than the head has, keeps all.
+            vocab_size: ids the tokenizer knows. Vocabularies are often padded; the head is narrowed to this many
+                ids, so that padding is never produced. None, or more than the head has, keeps all.
 
         Raises:
             ModelError: the folder cannot be used, see ``ModelConfig.from_folder`` and ``check_folder``.
