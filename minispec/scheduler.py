@@ -34,8 +34,13 @@ class Slot:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are not cached yet: 1 while decoding, more while prefilling."""
+        """Tokens that are not cached yet."""
         return len(self.request.tokens) - self.num_cached
+
+    @property
+    def decoding(self) -> bool:
+        """Only the root is pending. The first token never waits for a draft: it comes from the prompt's last row."""
+        return self.num_pending == 1 and self.request.num_output > 0
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ class Scheduler:
         Prefilling slots get equal shares, and what a short one leaves goes to the longer ones, so that a long prompt
         delays neither the running streams by more than a step nor a short newcomer.
         """
-        decoding = tuple(slot for slot in self.running if slot.num_pending == 1)
-        prefilling = sorted((slot for slot in self.running if slot.num_pending > 1), key=lambda slot: slot.num_pending)
+        decoding = tuple(slot for slot in self.running if slot.decoding)
+        prefilling = sorted((slot for slot in self.running if not slot.decoding), key=lambda slot: slot.num_pending)
         tree_budget = max(self.max_tree_tokens, len(decoding))
         if prefilling:
             tree_budget = max(min(tree_budget, self.max_step_tokens // 2), len(decoding))
@@ -127,6 +132,8 @@ class Scheduler:
         preempted: list[Slot] = []
         for slot in plan.decoding:
             while slot not in preempted and not self._extend(slot, slot.num_cached + 1):
+                if self._reclaim():
+                    continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 preempted.append(youngest)
@@ -169,26 +176,26 @@ class Scheduler:
         slot.pages = []
 
     def _extend(self, slot: Slot, positions: int) -> bool:
-        """Grow the slot's pages to cover ``positions``; first from the free pages, then from others' spare ones."""
+        """Grow the slot's pages to cover ``positions``; False, and nothing changes, if too few are free."""
         missing = self._pages_for(positions) - len(slot.pages)
         if missing <= 0:
             return True
-        if missing > self.pool.free:
-            self._reclaim()
         if missing > self.pool.free:
             return False
         near = slot.pages[-1] + 1 if slot.pages else 0
         slot.pages += self.pool.allocate(missing, near)
         return True
 
-    def _reclaim(self) -> None:
-        """Take back pages that earlier trees needed and the text has not reached."""
+    def _reclaim(self) -> bool:
+        """Take back pages that earlier trees needed and the text has not reached; False if there are none."""
+        free = self.pool.free
         for slot in self.running:
             needed = self._pages_for(len(slot.request.tokens))
             spare = slot.pages[needed:]
             if spare:
                 del slot.pages[needed:]
                 self.pool.release(spare)
+        return self.pool.free > free
 
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
