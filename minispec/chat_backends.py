@@ -176,12 +176,12 @@ class HttpBackend:
                 response = self._client.get(f"{self._base}/v1/models", timeout=10.0)
             except httpx.HTTPError as exc:
                 self._fail(exc)
-            if response.status_code in (401, 403):
+            if not response.is_success and response.status_code != 404:  # a wrong key, or a model still being loaded
                 self._refuse(response.status_code, response.content)
             try:
                 self._model = str(response.json()["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                self._model = "default"  # servers of one model often list none and take any name
+                self._model = "default"  # a server that lists none takes any name
         return self._model
 
     def stream(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Generator[ChatDelta, None, None]:

@@ -423,8 +423,9 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
+        assert self.path == "/v1/models"
         self.server.authorization = self.headers.get("Authorization")
-        self.reply(200, b'{"data": [{"id": "m1"}, {"id": "m2"}]}' if self.path == "/v1/models" else b"?")
+        self.reply(*self.server.models)
 
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
@@ -458,6 +459,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.script: tuple[int, Any] = (200, [])
+        self.models: tuple[int, bytes] = (200, b'{"data": [{"id": "m1"}, {"id": "m2"}]}')
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.authorization: str | None = None
@@ -514,6 +516,21 @@ def test_http_backend_streams(server: FakeServer, suffix: str) -> None:
         }
     ]
     backend.close()
+
+
+@pytest.mark.parametrize("models", [(404, b"?"), (200, b'{"data": []}'), (200, b"<html>")])
+def test_a_server_that_lists_no_model_may_take_any(server: FakeServer, models: tuple[int, bytes]) -> None:
+    server.models = models
+    assert HttpBackend(server.url).name == f"default at {server.url}"
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(401, "--api-key.*told so"), (503, r"status 503\): told so"), (400, "told so")]
+)
+def test_a_server_that_refuses_to_list_its_models_is_no_start(server: FakeServer, status: int, text: str) -> None:
+    server.models = (status, b'{"error": {"message": "told so"}}')
+    with pytest.raises(MinispecError, match=text):
+        _ = HttpBackend(server.url).name
 
 
 @pytest.mark.parametrize(
