@@ -258,11 +258,11 @@ class Chat:
         return True
 
     def _note(self, text: str) -> None:
-        self._notes.print(Text(clean(text), style="dim"), soft_wrap=True)
+        self._notes.print(Text(clean(text), style="dim"), soft_wrap=not self._interactive)
 
     def _error(self, text: str) -> None:
         self.failed = True
-        self._notes.print(Text(clean(text), style="red"), soft_wrap=True)
+        self._notes.print(Text(clean(text), style="red"), soft_wrap=not self._interactive)
 
     def _table(self, rows: dict[str, str]) -> None:
         width = max(map(len, rows))
