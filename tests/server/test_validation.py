@@ -1,0 +1,338 @@
+"""What is refused, with which status, naming which field (failure cases h1-h20)."""
+
+import json
+
+import httpx
+import pytest
+from tokenizers_fixture import BYTE_VOCAB_SIZE
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def assert_error(response, status, param=..., code=...):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    assert "Traceback" not in response.text
+    if param is not ...:
+        assert error["param"] == param, error
+    if code is not ...:
+        assert error["code"] == code, error
+    return error
+
+
+def send_raw(server, body: str | bytes, path=CHAT, content_type="application/json"):
+    headers = {"Content-Type": content_type} if content_type else {}
+    return httpx.post(server.url + path, content=body, headers=headers, timeout=20)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e400", "true", '"0.7"', "[1]"])
+def test_numbers_are_numbers(shared, field, literal):
+    body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "{field}": {literal}}}'
+    error = assert_error(send_raw(shared, body), 400)
+    if "penalty" not in field or literal in ("true", '"0.7"', "[1]"):
+        assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 1e6}, "temperature"),
+        ({"temperature": 2.01}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": True}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": "1"}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "8"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream": 1}, "stream"),
+        ({"stream": "true"}, "stream"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 10**5}, "stop"),
+        ({"model": 5}, "model"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        # known, not supported
+        ({"n": 2}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 0}, "n"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"cat": 101}}, "logit_bias"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused_fields(shared, path, fields, param, stream):
+    if stream and "stream_options" in fields:
+        pytest.skip("has a streaming twin of its own")
+    base = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    assert_error(shared.post(path, {**base, **({"stream": True} if stream else {}), **fields}), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": "4"}, "max_completion_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+    ],
+)
+def test_refused_chat_fields(shared, fields, param):
+    assert_error(shared.post(CHAT, {"messages": USER, **fields}), 400, param)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("", [""], [], [[]], None, 5, {}, [None]),
+        *([BYTE_VOCAB_SIZE], [-1], [2**63], [True], [1.0], ["a", 1], [1, "a"], [[1], "a"], ["a", [1]], [[1, "a"]]),
+        *(["a", ""], [[1], []], ["x"] * 33, ["x"] * 10**5),
+    ],
+    ids=lambda prompt: json.dumps(prompt)[:20],
+)
+def test_refused_prompts(shared, prompt):
+    assert_error(shared.complete(prompt), 400, "prompt")
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"echo": True}, {"suffix": "x"}])
+def test_refused_completion_fields(shared, fields):
+    assert_error(shared.complete(**fields), 400, next(iter(fields)))
+
+
+def test_missing_fields(shared):
+    assert_error(shared.post(CHAT, {}), 400, "messages")
+    assert_error(shared.post(COMPLETION, {}), 400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"foo": 1, "user": "me", "metadata": {"a": 1}, "store": False},
+        {"temperature": 0},
+        {"temperature": 1e-12},
+        {"temperature": 2},
+        {"top_p": 0},
+        {"top_p": 1e-9},
+        {"top_p": 1},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"min_p": 0.0},
+        {"stop": None},
+        {"stop": []},
+        {"stop": "zzz"},
+        {"stop": ["zzz"] * 16},
+        {"max_tokens": None},
+        {"max_tokens": 2**63},
+        {"seed": -5},
+        {"model": "scripted"},
+        {"model": None},
+        {"stream": False},
+        {"stream_options": None},
+        {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1},
+        {"n": None, "tools": None, "response_format": None, "logprobs": None, "stop_token_ids": []},
+        {"response_format": {"type": "text"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_accepted_fields(shared, path, fields):
+    base = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    response = shared.post(path, {**base, **fields})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_token_id_prompts(shared):
+    for prompt in ([BYTE_VOCAB_SIZE - 1], [0], [[104, 105]]):
+        response = shared.complete(prompt)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["prompt_tokens"] == len(prompt if isinstance(prompt[0], int) else prompt[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_context_length(shared, stream):
+    limit = shared.engine.max_context
+    for path, body in (
+        (COMPLETION, {"prompt": "x" * 10_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}),
+    ):
+        error = assert_error(shared.post(path, {**body, "stream": stream}), 400, code="context_length_exceeded")
+        assert str(limit) in error["message"]
+    assert "10001" in shared.complete("x" * 10_000).json()["error"]["message"]
+    assert_error(shared.complete([1] * limit, stream=stream), 400, code="context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_model(shared, path, stream):
+    base = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    error = assert_error(
+        shared.post(path, {**base, "model": "nope", "stream": stream}), 404, "model", "model_not_found"
+    )
+    assert "nope" in error["message"] and "scripted" in error["message"]
+    assert_error(shared.post(path, {**base, "model": "x" * 10**6}), 404, "model")
+
+
+def test_models(shared):
+    listed = httpx.get(f"{shared.url}/v1/models").json()
+    [card] = listed["data"]
+    assert listed["object"] == "list" and card["id"] == "scripted" and card["object"] == "model"
+    assert httpx.get(f"{shared.url}/v1/models/scripted").json() == card
+    for name in ("nope", "a/b", ""):
+        assert_error(httpx.get(f"{shared.url}/v1/models/{name}"), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("{", "", "[]", "5", "null", '"hi"', "{'a': 1}", '{"messages": [}', "nonsense"),
+        *(b"\xff\xfe{}", b'{"messages": "\xc3("}', "[" * 100_000, '{"a": ' * 50_000, '{"seed": ' + "9" * 5000 + "}"),
+        *('{"foo": NaN, "messages": [{"role": "user", "content": "hi"}]}',),
+    ],
+    ids=lambda body: str(body)[:12],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_malformed_json(shared, path, body):
+    assert_error(send_raw(shared, body, path), 400)
+
+
+def test_content_type(shared):
+    body = json.dumps({"prompt": "hi"})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json"):
+        assert_error(send_raw(shared, body, COMPLETION, kind), 415, code="unsupported_media_type")
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/ld+json", None):
+        assert send_raw(shared, body, COMPLETION, kind).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["content", "prompt", "stop", "model", "user", "key"])
+def test_lone_surrogates(shared, field):
+    bad = '"\\ud83e"'
+    bodies = {
+        "content": f'{{"messages": [{{"role": "user", "content": {bad}}}]}}',
+        "prompt": f'{{"prompt": {bad}}}',
+        "key": f'{{"prompt": "hi", {bad}: 1}}',
+    }
+    body = bodies.get(field, f'{{"prompt": "hi", "{field}": {bad}}}')
+    response = send_raw(shared, body, CHAT if field == "content" else COMPLETION)
+    assert_error(response, 400, code="invalid_unicode")
+
+
+def test_paired_surrogates(shared):
+    assert send_raw(shared, '{"prompt": "\\ud83e\\udd8a"}', COMPLETION).status_code == 200
+
+
+def test_content_parts(shared):
+    def prompt_tokens(content):
+        response = shared.post(CHAT, {"messages": [{"role": "user", "content": content}]})
+        assert response.status_code == 200, response.text
+        return response.json()["usage"]["prompt_tokens"]
+
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompt_tokens(parts) == prompt_tokens("ab")
+    messages = [*USER, {"role": "assistant", "content": None}, *USER]
+    assert shared.post(CHAT, {"messages": messages}).status_code == 200
+
+
+def test_roles(shared):
+    messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
+    as_system = shared.post(CHAT, {"messages": messages}).json()["usage"]
+    messages[0]["role"] = "developer"
+    assert shared.post(CHAT, {"messages": messages}).json()["usage"] == as_system
+
+
+def test_max_completion_tokens_wins(shared):
+    body = {"messages": USER, "max_tokens": 9, "max_completion_tokens": 3}
+    response = shared.post(CHAT, body).json()
+    assert response["usage"]["completion_tokens"] == 3
+    assert response["choices"][0]["finish_reason"] == "length"
+
+
+def test_body_limit(shared):
+    big = b'{"prompt": "' + b"x" * (9 << 20) + b'"}'
+    assert_error(send_raw(shared, big, COMPLETION), 413, code="body_too_large")
+
+    def chunks():
+        for _ in range(12):
+            yield b"x" * (1 << 20)
+
+    response = httpx.post(
+        shared.url + COMPLETION, content=chunks(), headers={"Content-Type": "application/json"}, timeout=20
+    )
+    assert_error(response, 413, code="body_too_large")
+
+
+def test_routes_and_methods(shared):
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("POST", "/v1/nope", 404),
+        ("GET", "/v1/models/x/", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", COMPLETION, 405),
+        ("POST", "/health", 405),
+        ("PUT", "/v1/models", 405),
+        ("OPTIONS", CHAT, 405),
+    ):
+        response = httpx.request(method, shared.url + path)
+        assert_error(response, status)
+        if status == 405:
+            assert response.headers["allow"]
+    assert httpx.head(f"{shared.url}/health").status_code == 200
+
+
+def test_alive_after_all_this(shared):
+    shared.assert_alive()
