@@ -25,12 +25,15 @@ def rope_kv_write_ref(
     Returns:
         The rotated queries, [rows, heads, head_dim], in q's dtype.
     """
-    k_cache[:, batch.kv_index] = _rotate(k, cos, sin).transpose(0, 1).to(k_cache.dtype)
-    v_cache[:, batch.kv_index] = v.transpose(0, 1).to(v_cache.dtype)
-    return _rotate(q, cos, sin)
+    # rotated together: at few rows the cost is the number of operations
+    q, k = _rotate(torch.cat([q, k], dim=1), cos, sin).split([q.shape[1], k.shape[1]], dim=1)
+    k_cache.index_copy_(1, batch.kv_index, k.transpose(0, 1).to(k_cache.dtype))
+    v_cache.index_copy_(1, batch.kv_index, v.transpose(0, 1).to(v_cache.dtype))
+    return q
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
