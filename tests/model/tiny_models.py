@@ -1,7 +1,8 @@
 """Tiny random models made by transformers, which is the oracle: same folder in, same logits out."""
 
+from typing import Any
+
 import torch
-import transformers
 
 TINY = {
     "vocab_size": 128,
@@ -46,8 +47,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def build(family: str, **more: object) -> transformers.PreTrainedModel:
+def build(family: str, **more: object) -> Any:
     """A random model whose every parameter, biases and norms too, matters."""
+    import transformers  # here, for it imports Triton, which tests/kernels must import first
+
     config = getattr(transformers, f"{family}Config")(**TINY | more, attn_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(1)
