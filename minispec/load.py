@@ -29,7 +29,6 @@ from minispec.request import SamplingParams
 from minispec.runner import ModelRunner, kv_bytes_per_position, resolve_device, resolve_dtype
 from minispec.sampling import Noise
 from minispec.tokenizer import Tokenizer
-from minispec.tree import MAX_NODES
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ def load_engine(config: EngineConfig) -> Engine:
         draft = Llama.load(draft_folder, device=device, dtype=dtype, vocab_size=size)
 
     max_context = _max_context(config, target.config)
-    max_tree = MAX_NODES if config.tree_budget == "auto" else int(config.tree_budget)
     models = [target] if draft is None else [target, draft]
     pages = _pages(config, models, max_context, dtype, device)
     runner = ModelRunner(target, pages=pages, page_size=config.page_size)
@@ -99,8 +97,7 @@ def load_engine(config: EngineConfig) -> Engine:
         drafter = NoDrafter() if config.draft == "none" else NgramDrafter()
 
     auto = config.tree_budget == "auto"
-    if auto:
-        max_tree = _TREE_TOKENS[device.type] * (1 if device.type == "cuda" else 1)
+    tree_budget = _TREE_TOKENS[device.type] if config.tree_budget == "auto" else int(config.tree_budget)
     max_step_tokens = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_slots)
     engine = Engine(
         runner,
@@ -111,7 +108,7 @@ def load_engine(config: EngineConfig) -> Engine:
         max_slots=config.max_slots,
         max_context=max_context,
         max_step_tokens=max_step_tokens,
-        tree_budget=max_tree,
+        tree_budget=tree_budget,
         step_cost=measure_step_cost(runner) if auto and not isinstance(drafter, NoDrafter) else None,
         eos_ids=tokenizer.eos_ids,
         name=model_name(config.target),
@@ -178,7 +175,6 @@ def default_params(folder: Path) -> dict[str, Any]:
 
 def measure_step_cost(runner: ModelRunner, context: int = 128) -> StepCost:
     """Time forwards of 1 to 64 rows behind a context of ``context`` tokens, which also warms the kernels up."""
-    page_size = runner.kv.page_size
     rows = (1, 2, 4, 8, 16, 32, 64)
     room = runner.kv.k.shape[2] - rows[-1]
     context = max(min(context, room), 0)
@@ -196,7 +192,6 @@ def measure_step_cost(runner: ModelRunner, context: int = 128) -> StepCost:
             times.append(time.perf_counter() - begin)
         seconds.append(min(times))
     logger.info("step cost by rows: %s", ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in zip(rows, seconds, strict=True)))
-    assert page_size > 0
     return StepCost(rows, tuple(seconds))
 
 
@@ -218,11 +213,7 @@ def _check_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
 def _max_context(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_context is None:
         return min(model.max_position, DEFAULT_MAX_CONTEXT)
-    if config.max_context > model.max_position:
-        raise ConfigError(
-            f"--max-context {config.max_context} is more than the model's limit of {model.max_position} tokens; "
-            f"give at most {model.max_position}"
-        )
+    model.require_context(config.max_context)
     return config.max_context
 
 

@@ -212,10 +212,12 @@ class DraftModelDrafter:
         tokens, values = kernels.top_children(logits, sampling, self._noise, self._children)
         layer: dict[int, list[int]] = {id(growth): [] for growth in growths}
         for (growth, node), row_tokens, row_values in zip(rows, tokens.tolist(), values.tolist(), strict=True):
-            if not all(map(math.isfinite, row_values)):
+            if any(map(math.isnan, row_values)):
                 self._count_invalid()
                 continue
             for token, value in zip(row_tokens, row_values, strict=True):
+                if value == -math.inf:  # outside the request's top-k, top-p or min-p: the target cannot draw it
+                    break
                 layer[id(growth)].append(len(growth.tokens))
                 growth.tokens.append(token)
                 growth.parents.append(node)

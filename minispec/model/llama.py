@@ -111,8 +111,10 @@ class Llama:
             )
 
     @staticmethod
-    def random(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Llama:
-        """A model with random weights (normal, sigma 0.02; norms are 1), for benchmarks and tests."""
+    def random(
+        config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0, std: float = 0.02
+    ) -> Llama:
+        """A model with random weights (normal with deviation ``std``; norms are 1), for benchmarks and tests."""
         device = torch.device(device)
         shapes = expected_shapes(config)
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -121,7 +123,7 @@ class Llama:
             shape = (sum(shapes[name][0] for name in names), *shapes[names[0]][1:])
             if names[0].endswith("norm.weight"):
                 return torch.ones(shape, device=device, dtype=dtype)
-            return torch.empty(shape, device=device, dtype=dtype).normal_(std=0.02, generator=generator)
+            return torch.empty(shape, device=device, dtype=dtype).normal_(std=std, generator=generator)
 
         with torch.no_grad():
             return Llama(

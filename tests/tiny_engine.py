@@ -1,0 +1,75 @@
+"""Engines over tiny random models with real numerics, in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from minispec.drafters.base import Drafter, NoDrafter
+from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.ngram import NgramDrafter
+from minispec.engine import Engine
+from minispec.kv_cache import PagePool
+from minispec.model.config import ModelConfig
+from minispec.model.llama import Llama
+from minispec.runner import ModelRunner
+from minispec.sampling import Noise
+from scripted import ScriptedDrafter
+
+VOCAB = 512
+
+
+@cache
+def tiny_model(seed: int, vocab: int = VOCAB, layers: int = 2) -> Llama:
+    """A random model; a larger spread than usual makes it sure of its tokens, so that it repeats itself at times."""
+    config = ModelConfig.from_json(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": vocab,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+        }
+    )
+    return Llama.random(config, device="cpu", dtype=torch.float32, seed=seed, std=0.2)
+
+
+def always_wrong(text):
+    """Ids the target has no reason to choose, in a tree with branches."""
+    guess = (text[-1] * 7 + 13) % VOCAB
+    return [guess, (guess + 1) % VOCAB, (guess + 2) % VOCAB, (guess + 3) % VOCAB], [0, 0, 1, 3]
+
+
+DRAFTERS = ("none", "ngram", "itself", "other", "wrong")
+
+
+def tiny_engine(
+    draft: str = "none",
+    *,
+    pages: int = 64,
+    page_size: int = 16,
+    max_context: int = 400,
+    depth: int = 4,
+    width: int = 4,
+    **settings,
+) -> Engine:
+    """An engine over tiny_model(0), with a drafter by name. ``itself`` drafts with the target's own weights."""
+    runner = ModelRunner(tiny_model(0), pages=pages, page_size=page_size)
+    runner.kv.k.fill_(float("nan"))
+    runner.kv.v.fill_(float("nan"))
+    noise = Noise(VOCAB)
+    drafter: Drafter
+    if draft in ("itself", "other"):
+        draft_runner = ModelRunner(tiny_model(0 if draft == "itself" else 1), pages=pages, page_size=page_size)
+        draft_runner.kv.k.fill_(float("nan"))
+        draft_runner.kv.v.fill_(float("nan"))
+        drafter = DraftModelDrafter(draft, draft_runner, PagePool(pages), noise, depth=depth, width=width, children=width)
+    else:
+        drafter = {"none": NoDrafter(), "ngram": NgramDrafter(), "wrong": ScriptedDrafter(always_wrong)}[draft]
+    return Engine(runner, PagePool(pages), drafter, noise, max_context=max_context, **settings)
