@@ -9,6 +9,7 @@ import difflib
 import functools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -51,7 +52,7 @@ class Commands(click.Group):
 class _NumberOrAuto(click.ParamType):
     """A whole number, or ``auto``."""
 
-    name = "auto|N"
+    name = "number or auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if value == "auto" or isinstance(value, int):
@@ -78,8 +79,7 @@ def _engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             "--target",
             required=target_required,
             metavar="MODEL",
-            help="Model to run: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache."
-            + ("  [required]" if target_required else ""),
+            help="Model to run: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache.",
         ),
         click.option(
             "--draft",
@@ -121,6 +121,7 @@ def _engine_options(*, target_required: bool = True) -> Callable[[F], F]:
         click.option(
             "--tree-budget",
             type=_NumberOrAuto(),
+            metavar="auto|N",
             default="auto",
             help="Tokens a step may verify over all slots; auto measures what pays.  [default: auto]",
         ),
@@ -423,4 +424,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = error.exit_status
     except (click.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
+        status = 1
     sys.exit(status)

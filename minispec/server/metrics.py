@@ -94,7 +94,8 @@ class EngineCollector(Collector):
         if self._worker.engine is not None:
             yield from _engine_families(self._worker.engine)
         yield self._latencies.first_token.family(
-            "minispec_time_to_first_token_seconds", "From the arrival of a request to its first token."
+            "minispec_time_to_first_token_seconds",
+            "From the moment a request is tokenized to its first token, waiting included.",
         )
         yield self._latencies.between_tokens.family(
             "minispec_inter_token_latency_seconds", "Time per token after the first; tokens of one step share its time."

