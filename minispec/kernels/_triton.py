@@ -28,16 +28,35 @@ class Launch:
     options: dict[str, Any]
 
 
-_recorder: ContextVar[list[Launch] | None] = ContextVar("recorder", default=None)
+@dataclass(frozen=True)
+class Device:
+    """What a launcher needs to know to choose its tiles.
+
+    Attributes:
+        processors: multiprocessors.
+        hopper: an NVIDIA GPU of compute capability 9.0 or higher: tensor cores that read shared memory, and more of it.
+    """
+
+    processors: int
+    hopper: bool
+
+
+@dataclass
+class _Recorder:
+    device: Device
+    launches: list[Launch]
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
+def recording(device: Device) -> Iterator[list[Launch]]:
     """Collect launches instead of running them, so that launchers may be given tensors without storage."""
-    launches: list[Launch] = []
-    token = _recorder.set(launches)
+    recorder = _Recorder(device, [])
+    token = _recorder.set(recorder)
     try:
-        yield launches
+        yield recorder.launches
     finally:
         _recorder.reset(token)
 
@@ -67,7 +86,7 @@ class Kernel:
         if recorder is None:
             launch: Callable[..., None] = self.jitted[grid]
             return launch
-        return lambda *args, **options: recorder.append(Launch(self, grid, args, options))
+        return lambda *args, **options: recorder.launches.append(Launch(self, grid, args, options))
 
     def __call__(self, *args: Any) -> Any:
         raise TypeError(f"{self.fn.__name__} runs inside a kernel only")
@@ -90,10 +109,14 @@ def power_of_2(n: int) -> int:
 
 
 @cache
-def _processors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _gpu(index: int | None) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(properties.multi_processor_count, torch.version.hip is None and properties.major >= 9)
 
 
-def processors(tensor: Tensor) -> int:
-    """Multiprocessors of the tensor's device; those of an H100 where there is none (interpreter, recording)."""
-    return _processors(tensor.device.index) if tensor.is_cuda else 132
+def device(tensor: Tensor) -> Device:
+    """The device of a launch: the tensor's, or the one recorded for; the interpreter has a single processor."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        return recorder.device
+    return _gpu(tensor.device.index) if tensor.is_cuda else Device(1, False)

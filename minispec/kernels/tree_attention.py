@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.batch import Span, StepBatch
-from minispec.kernels._triton import cdiv, jit, power_of_2, processors
+from minispec.kernels._triton import cdiv, device, jit, power_of_2
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -84,8 +84,8 @@ def tree_attention_triton(
 
     Args:
         k_cache, v_cache: may be narrower than q; what is loaded is converted to q's dtype.
-        splits: parts of the KV length that run side by side; None fits the device. The grid depends on the number of rows
-            and spans and on the width of the page table only, so that a captured launch serves every batch of that size.
+        splits: parts of the KV length that run side by side; None fits the device. The grid depends on the number of
+            rows and spans and on the page table's width only, so that a captured launch serves every batch of that size.
     """
     rows, heads, head_dim = q.shape
     spans, width = batch.page_table.shape
@@ -94,15 +94,19 @@ def tree_attention_triton(
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
+    gpu = device(q)
     wide = q.element_size() == 4
     block_d = max(16, power_of_2(head_dim))
     # large tiles for long chunks, small ones for trees: few idle lanes, and room for the pipeline's buffers
-    largest = (64 if wide else 128) if block_d <= 64 else (32 if wide else 128) if block_d <= 128 else (16 if wide else 64)
+    largest = (
+        (64 if wide else 128) if block_d <= 64 else (32 if wide else 128) if block_d <= 128 else (16 if wide else 64)
+    )
     block_m = max(16, power_of_2(group), min(largest, power_of_2(cdiv(rows, spans) * group)))
-    block_n = (32 if wide else 64) if block_d <= 128 else (16 if wide else 32)
+    few_keys = wide or block_d > 128 or (block_m >= 64 and not gpu.hopper)
+    block_n = 16 if wide and block_d > 128 else 32 if few_keys else 64
     blocks = rows // (block_m // group) + spans
     if splits is None:
-        splits = _fitting_splits(blocks * kv_heads, width * batch.page_size, processors(q))
+        splits = _fitting_splits(blocks * kv_heads, width * batch.page_size, gpu.processors)
     split = splits > 1
     # unsplit launches get `out` in their place; the kernel does not touch them
     partial = q.new_empty((splits, rows, heads, head_dim), dtype=torch.float32) if split else out
@@ -141,7 +145,7 @@ def tree_attention_triton(
         WINDOW=batch.window is not None,
         SPLIT=split,
         PRECISION="ieee" if wide else "tf32",  # fp32 means fp32; 16-bit operands ignore it
-        num_warps=8 if block_m >= 128 else 4,
+        num_warps=8 if block_m * block_d > 8192 else 4,
         num_stages=2,
     )
     if split:
@@ -204,13 +208,12 @@ def _tree_attention_kernel(
 ) -> None:
     """One program: BLOCK_M // GROUP rows of one span, all query heads of one KV head, one part of the keys.
 
-    q, out [rows, heads, HEAD_DIM]; caches [kv_heads, positions, HEAD_DIM]; partial [splits, rows, heads, HEAD_DIM] and lse
-    [splits, rows, heads] float32, lse in base 2; the rest as in StepBatch.
+    q, out [rows, heads, HEAD_DIM]; caches [kv_heads, positions, HEAD_DIM]; partial [splits, rows, heads, HEAD_DIM] and
+    lse [splits, rows, heads] float32, lse in base 2; the rest as in StepBatch.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
 
     # Which span? Give span s the blocks from row_start[s] // ROWS + s on: at least as many as it needs, known without
     # counting. Search the last span that begins at or before this block.
@@ -242,18 +245,21 @@ def _tree_attention_kernel(
     size = tl.load(tree_size + span)
     is_causal = tl.load(causal + span).to(tl.int32) != 0
     newest = tl.where(is_causal, size - n + row, -1)  # last key past the prefix that a causal row sees
-    masked = tl.where(is_causal, 0, size)  # keys past the prefix that ancestor words speak of
+    words_seen = tl.where(live, tl.where(is_causal, 0, tl.cdiv(size, 32)), 0)
     last_row = tl.minimum(first_row + ROWS, n) - 1
-    begin = tl.full((), 0, tl.int32)
-    end = prefix + tl.where(is_causal, size - n + last_row + 1, size)
+    end = tl.where(is_causal, size - n + last_row + 1, size)  # keys past the prefix that this block of rows may see
     oldest = tl.full((BLOCK_M,), -1, tl.int32)  # a row sees keys at positions above it
+    prefix_blocks = tl.cdiv(prefix, BLOCK_N)
+    blocks = prefix_blocks + tl.cdiv(end, BLOCK_N)
+    begin = tl.full((), 0, tl.int32)
     if WINDOW:
         oldest = tl.load(positions + at, mask=live, other=2147483647).to(tl.int32) - window
-        begin = tl.maximum(tl.min(oldest, 0) + 1, 0)
-        begin = tl.where(is_causal, begin, tl.minimum(begin, prefix)) // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    begin += split * share
-    end = tl.minimum(begin + share, end)
+        nearest = tl.maximum(tl.min(oldest, 0) + 1, 0)
+        past = tl.where(is_causal, (nearest - prefix) // BLOCK_N, 0)
+        begin = tl.where(nearest < prefix, nearest // BLOCK_N, prefix_blocks + past)
+    share = tl.cdiv(blocks - begin, tl.num_programs(2))
+    begin += tl.program_id(2) * share
+    blocks = tl.minimum(begin + share, blocks)
 
     k_head = k_cache + kv_head.to(tl.int64) * cache_head
     v_head = v_cache + kv_head.to(tl.int64) * cache_head
@@ -263,25 +269,25 @@ def _tree_attention_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     key_lane = tl.arange(0, BLOCK_N)
 
-    prefix_end = tl.minimum(end, prefix)
-    for start in range(begin, prefix_end, BLOCK_N):
-        keys = start + key_lane
-        inside = keys < prefix_end
+    for i in range(begin, tl.minimum(blocks, prefix_blocks)):
+        keys = i * BLOCK_N + key_lane
+        inside = keys < prefix
         visible = inside[None, :] & (keys[None, :] > oldest[:, None])
         top, total, acc = _attend(
             q_tile, k_head, v_head, table, keys, inside, visible, top, total, acc, scale, cache_position, d, d_inside,
             PAGE_SIZE, PRECISION,
         )  # fmt: skip
 
-    for start in range(tl.maximum(begin, prefix), end, BLOCK_N):
-        keys = start + key_lane
-        inside = keys < end
-        node = keys - prefix
-        word = tl.load(
-            ancestors + (at * words)[:, None] + (node // 32)[None, :],
-            mask=live[:, None] & (inside & (node < masked))[None, :],
-            other=0,
-        )
+    # past the prefix the blocks are counted from its end, so that a block's ancestor bits lie in whole words
+    for i in range(tl.maximum(begin, prefix_blocks), blocks):
+        node = (i - prefix_blocks) * BLOCK_N + key_lane
+        inside = node < end
+        keys = prefix + node
+        first_word = (i - prefix_blocks) * BLOCK_N // 32
+        word = tl.load(ancestors + at * words + first_word, mask=first_word < words_seen, other=0)[:, None]
+        if BLOCK_N == 64:
+            other_half = tl.load(ancestors + at * words + first_word + 1, mask=first_word + 1 < words_seen, other=0)
+            word = tl.where(key_lane[None, :] < 32, word, other_half[:, None])
         ancestor = ((word >> (node % 32)[None, :]) & 1) != 0
         before = (node[None, :] <= newest[:, None]) & (keys[None, :] > oldest[:, None])
         visible = inside[None, :] & (before | ancestor)
@@ -293,8 +299,12 @@ def _tree_attention_kernel(
     # a row may see no key of this split: total is 0 there, and its lse says so
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
-        at += split.to(tl.int64) * rows
-        tl.store(lse + at * heads + head, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=live)
+        at += tl.program_id(2).to(tl.int64) * rows
+        tl.store(
+            lse + at * heads + head,
+            tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), float("-inf")),
+            mask=live,
+        )
         out = partial
     target = out + ((at * heads + head) * HEAD_DIM)[:, None] + d[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & d_inside[None, :])
@@ -351,11 +361,11 @@ def _combine_kernel(
     at = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
-    stride = rows.to(tl.int64) * heads
-    log = tl.load(lse + s * stride + at, mask=s < splits, other=float("-inf"))
+    split = s.to(tl.int64) * rows * heads + at
+    log = tl.load(lse + split, mask=s < splits, other=float("-inf"))
     weights = tl.exp2(log - tl.max(log, 0))
     # what an empty split left unwritten is not read: 0 * NaN would be NaN
     used = (log > float("-inf"))[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(partial + ((s * stride + at) * HEAD_DIM)[:, None] + d[None, :], mask=used, other=0.0)
+    parts = tl.load(partial + (split * HEAD_DIM)[:, None] + d[None, :], mask=used, other=0.0)
     mixed = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(out + at * HEAD_DIM + d, mixed.to(out.dtype.element_ty), mask=d < HEAD_DIM)

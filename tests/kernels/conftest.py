@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill whatever torch.empty returns with NaN (integers: their largest value), so that no kernel forgets an entry."""
+    """Fill what torch.empty returns with NaN (integers: their largest value): no kernel may forget an entry."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -19,10 +19,15 @@ def check(spans, *, heads=3, kv_heads=3, head_dim=64, page_size=16, window=None,
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 20])
-def test_rows_of_every_kind_in_one_batch(window, splits):
-    check(MIXED, heads=9, window=window, splits=splits)
+def test_rows_of_every_kind_in_one_batch(window):
+    check(MIXED, heads=9, window=window)
+
+
+@pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 20), (64, None)])
+def test_split_over_the_keys(splits, window):
+    """With 64 splits most of them are empty."""
+    check([("tree", 9, 70), ("chunk", 1, 133), ("chunk", 0, 5), ("grown", 2, 31)], window=window, splits=splits)
 
 
 @pytest.mark.parametrize("nodes", [1, 63, 64, 65])
