@@ -13,7 +13,9 @@ import torch
 
 from minispec.errors import ConfigError
 from minispec.kernels import kv_commit as _kv_commit
+from minispec.kernels import qk_norm as _qk_norm
 from minispec.kernels import rms_norm as _rms_norm
+from minispec.kernels import rope as _rope
 from minispec.kernels import rope_kv_write as _rope_kv_write
 from minispec.kernels import sample as _sample
 from minispec.kernels import silu_mul as _silu_mul
@@ -41,18 +43,26 @@ def _choose() -> str:
 BACKEND = _choose()
 """The implementation this process runs: ``triton`` or ``torch``."""
 
-kv_commit = _kv_commit.kv_commit_ref
-rms_norm = _rms_norm.rms_norm_ref
-rope_kv_write = _rope_kv_write.rope_kv_write_ref
+_TRITON = BACKEND == "triton"
+
+kv_commit = _kv_commit.kv_commit_triton if _TRITON else _kv_commit.kv_commit_ref
+kv_commit_path = _kv_commit.kv_commit_path_triton if _TRITON else _kv_commit.kv_commit_path_ref
+qk_norm = _qk_norm.qk_norm_triton if _TRITON else _qk_norm.qk_norm_ref
+rms_norm = _rms_norm.rms_norm_triton if _TRITON else _rms_norm.rms_norm_ref
+rope = _rope.rope_triton if _TRITON else _rope.rope_ref
+rope_kv_write = _rope_kv_write.rope_kv_write_triton if _TRITON else _rope_kv_write.rope_kv_write_ref
 sample = _sample.sample_ref
-silu_mul = _silu_mul.silu_mul_ref
+silu_mul = _silu_mul.silu_mul_triton if _TRITON else _silu_mul.silu_mul_ref
 top_children = _top_children.top_children_ref
-tree_attention = _tree_attention.tree_attention_ref
+tree_attention = _tree_attention.tree_attention_triton if _TRITON else _tree_attention.tree_attention_ref
 
 __all__ = [
     "BACKEND",
     "kv_commit",
+    "kv_commit_path",
+    "qk_norm",
     "rms_norm",
+    "rope",
     "rope_kv_write",
     "sample",
     "silu_mul",

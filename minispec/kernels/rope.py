@@ -2,7 +2,8 @@
 
     rotate(x) = (x[:half] * cos - x[half:] * sin,  x[half:] * cos + x[:half] * sin)
 
-Roofline for n rows, H heads, D = head_dim, b bytes per element: 2 n H D b + 4 n D bytes, 3 n H D FLOPs; bound by memory.
+Roofline for n rows, H heads, D = head_dim, b bytes per element: 2 n H D b + 4 n D bytes, 3 n H D FLOPs; bound by
+memory.
 """
 
 from __future__ import annotations

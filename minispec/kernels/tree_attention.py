@@ -85,7 +85,7 @@ def tree_attention_triton(
     Args:
         k_cache, v_cache: may be narrower than q; what is loaded is converted to q's dtype.
         splits: parts of the KV length that run side by side; None fits the device. The grid depends on the number of
-            rows and spans and on the page table's width only, so that a captured launch serves every batch of that size.
+            rows and spans and on the page table's width only: a captured launch serves every batch of that size.
     """
     rows, heads, head_dim = q.shape
     spans, width = batch.page_table.shape
