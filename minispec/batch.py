@@ -75,8 +75,8 @@ class StepBatch:
         num_cached: [spans] int32, committed prefix of each span.
         tree_size: [spans] int32, keys past the prefix.
         causal: [spans] bool, True where row i of n sees keys 0..tree_size - n + i past the prefix.
-        ancestors: [rows, words] int32 bit words for the other spans: bit ``j % 32`` of word ``j // 32`` says whether the
-            row sees key ``num_cached + j``; zero in causal rows. With a window, nodes outside it are cleared.
+        ancestors: [rows, words] int32 bit words for the other spans: bit ``j % 32`` of word ``j // 32`` says whether
+            the row sees key ``num_cached + j``; zero in causal rows. With a window, nodes outside it are cleared.
         page_table: [spans, pages] int32, padded with 0.
         sample_rows: [samples] int64, rows whose logits are wanted.
     """
@@ -151,6 +151,27 @@ class StepBatch:
         The dense form of the mask, for the torch references; built once a step and shared by all layers.
         """
         return tuple(self._visible(i) for i in range(len(self.spans)))
+
+    def bias(self, dtype: torch.dtype, repeat: int) -> tuple[Tensor | None, ...]:
+        """``visible`` as an additive mask: per span [repeat * rows, keys] of ``dtype``, 0 where seen, -inf elsewhere.
+
+        Built once a step for all layers. On a CPU attention is faster with it than with a boolean mask.
+        """
+        key = dtype, repeat
+        if key not in self._biases:
+            self._biases[key] = tuple(
+                None
+                if mask is None
+                else torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+                .masked_fill_(~mask, float("-inf"))
+                .repeat(repeat, 1)
+                for mask in self.visible
+            )
+        return self._biases[key]
+
+    @cached_property
+    def _biases(self) -> dict[tuple[torch.dtype, int], tuple[Tensor | None, ...]]:
+        return {}
 
     def _visible(self, index: int) -> Tensor | None:
         span = self.spans[index]

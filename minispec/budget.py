@@ -8,7 +8,6 @@ objective of Sequoia, Chen et al. 2024, arXiv 2402.12374, section 4, applied to 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,21 +16,30 @@ from minispec.tree import DraftTree
 
 @dataclass(frozen=True)
 class StepCost:
-    """Measured seconds of a target forward by its number of rows, linear in between and beyond.
+    """Seconds of a target forward by its number of rows, as a straight line.
 
-    Attributes:
-        rows: ascending row counts, at least two.
-        seconds: time of each.
+    A line rather than the measured points: what is left of it on a busy machine is noise, and the choice of a tree
+    would chase it.
     """
 
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
+    base: float
+    per_row: float
+
+    @staticmethod
+    def fit(rows: Sequence[int], seconds: Sequence[float]) -> StepCost:
+        """Least squares over measured points, relative to their size; a row never costs less than nothing."""
+        weights = [1 / s**2 for s in seconds]
+        total = sum(weights)
+        mean_r = sum(w * r for w, r in zip(weights, rows, strict=True)) / total
+        mean_s = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
+        spread = sum(w * (r - mean_r) ** 2 for w, r in zip(weights, rows, strict=True))
+        slope = sum(w * (r - mean_r) * (s - mean_s) for w, r, s in zip(weights, rows, seconds, strict=True)) / spread
+        slope = min(max(slope, 0.0), mean_s / mean_r)
+        return StepCost(mean_s - slope * mean_r, slope)
 
     def __call__(self, rows: int) -> float:
         """Estimated seconds of a forward over ``rows`` rows."""
-        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        (r0, r1), (s0, s1) = self.rows[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
-        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+        return self.base + self.per_row * rows
 
 
 def allot(trees: Sequence[DraftTree], budget: int, cost: StepCost | None, other_rows: int = 0) -> list[DraftTree]:

@@ -216,6 +216,7 @@ def cli() -> None:
     metavar="SECONDS",
     help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.  [default: 30]",
 )
+@click.option("--pull", is_flag=True, help="Fetch target and draft first, if they are not here yet.  [default: off]")
 def serve(
     host: str,
     port: int,
@@ -225,6 +226,7 @@ def serve(
     served_model_name: str | None,
     max_waiting: int,
     drain_timeout: float,
+    pull: bool,
     threads: int | None,
     **settings: Any,
 ) -> int:
@@ -238,6 +240,11 @@ def serve(
     sock = bind(host, port)
     try:
         _set_threads(threads)
+        if pull:
+            from minispec import hub
+
+            for name in {config.target, config.draft} - {"auto", "none", "ngram"}:
+                hub.pull(name)
         from minispec.load import load_engine, model_name, preflight
         from minispec.server.app import ServerOptions
         from minispec.server.run import serve as run_server

@@ -136,9 +136,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def make_request(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None
-    ) -> Request:
+    def make_request(self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Request:
         """Check a prompt against the engine's limits and make a request of it. Safe to call from any thread.
 
         ``max_tokens`` is a cap: where the context has less room, the room ends the request.

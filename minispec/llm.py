@@ -1,5 +1,7 @@
 """LLM: the offline Python API.
 
+Example::
+
     from minispec import LLM, SamplingParams
 
     llm = LLM("smollm2-135m")
@@ -9,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +79,8 @@ class LLM:
         self.engine: Engine = load_engine(
             EngineConfig(target=target, draft=draft, device=device, dtype=dtype, **settings)
         )
+        # a step serves all requests at once, so one stream's step may bring another's events
+        self._inboxes: dict[Request, deque[TokenEvent]] = {}
 
     def default_params(self, **params: Any) -> SamplingParams:
         """Sampling parameters with the model's own defaults for what is not given."""
@@ -112,9 +117,7 @@ class LLM:
             pass
         return [RequestOutput.of(request) for request in requests]
 
-    def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
-    ) -> Iterator[TokenEvent]:
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Continue one prompt, or answer one conversation, event by event; closing the iterator cancels it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             [ids] = self._render(prompt)  # type: ignore[arg-type]
@@ -143,15 +146,22 @@ class LLM:
         return [self.engine.make_request(ids, one) for ids, one in zip(prompts, each, strict=True)]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        inbox: deque[TokenEvent] = deque()
         for request in requests:
+            self._inboxes[request] = inbox
             self.engine.add(request)
         try:
-            while not all(request.finished for request in requests):
-                yield from self.engine.step()
+            while inbox or not all(request.finished for request in requests):
+                if inbox:
+                    yield inbox.popleft()
+                else:
+                    for event in self.engine.step():
+                        self._inboxes[event.request].append(event)
         finally:
             # left early, by an exception or a closed iterator: nothing of it stays behind
             for request in requests:
                 self.engine.abort(request)
+                del self._inboxes[request]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -49,11 +49,17 @@ def preflight(config: EngineConfig) -> None:
     folder = hub.resolve(config.target)
     model = ModelConfig.from_folder(folder)
     check_folder(folder, model)
-    _max_context(config, model)
+    max_context = _max_context(config, model)
     target = Tokenizer.from_folder(folder)
     if (draft := _draft_folder(config)) is not None:
-        check_folder(draft, ModelConfig.from_folder(draft))
+        draft_model = ModelConfig.from_folder(draft)
+        check_folder(draft, draft_model)
         _check_vocabulary(target, Tokenizer.from_folder(draft), config.draft)
+        if draft_model.max_position < max_context:
+            raise ConfigError(
+                f"the draft {config.draft} has a context limit of {draft_model.max_position} tokens, the target is "
+                f"served with {max_context}; give --max-context {draft_model.max_position} or another draft"
+            )
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -72,7 +78,8 @@ def load_engine(config: EngineConfig) -> Engine:
     draft_folder = _draft_folder(config)
     draft = None
     if draft_folder is not None:
-        size = min(tokenizer.vocab_size, Tokenizer.from_folder(draft_folder).vocab_size)
+        # no ids that the target lacks, be it in its tokenizer or in its head
+        size = min(target.vocab_size, Tokenizer.from_folder(draft_folder).vocab_size)
         draft = Llama.load(draft_folder, device=device, dtype=dtype, vocab_size=size)
 
     max_context = _max_context(config, target.config)
@@ -82,11 +89,6 @@ def load_engine(config: EngineConfig) -> Engine:
     noise = Noise(runner.vocab_size, device)
     drafter: Drafter
     if draft is not None:
-        if draft.config.max_position < max_context:
-            raise ConfigError(
-                f"the draft {config.draft} has a context limit of {draft.config.max_position} tokens, the target is "
-                f"served with {max_context}; give --max-context {draft.config.max_position} or another draft"
-            )
         drafter = DraftModelDrafter(
             config.draft,
             ModelRunner(draft, pages=pages, page_size=config.page_size),
@@ -135,7 +137,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def model_name(target: str) -> str:
     """What a target is called in the API: its id, or the name of its folder or file."""
-    path = Path(target)
+    path = Path(target).expanduser()
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
     return target
@@ -173,26 +175,24 @@ def default_params(folder: Path) -> dict[str, Any]:
     return defaults
 
 
-def measure_step_cost(runner: ModelRunner, context: int = 128) -> StepCost:
-    """Time forwards of 1 to 64 rows behind a context of ``context`` tokens, which also warms the kernels up."""
-    rows = (1, 2, 4, 8, 16, 32, 64)
-    room = runner.kv.k.shape[2] - rows[-1]
-    context = max(min(context, room), 0)
-    pages = list(range(runner.kv.pages_for(context + rows[-1])))
+def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) -> StepCost:
+    """Time forwards of 1 to 32 rows behind a context of ``context`` tokens; warms the kernels up on the way."""
+    sizes = (1, 8, 32)
+    context = max(min(context, runner.kv.k.shape[2] - sizes[-1]), 0)
+    pages = range(runner.kv.pages_for(context + sizes[-1]))
     if context:
         runner.forward([Span.chunk([0] * context, pages, 0, sample_last=True)])
-    seconds = []
-    for n in rows:
-        # a comb: every node a child of the root, all of them sampled, as in a verification
-        span = Span([0] * n, pages, context, [min(i, 1) for i in range(n)], [1 | 1 << i for i in range(n)], range(n))
-        times = []
-        for _ in range(3):
+    best = dict.fromkeys(sizes, float("inf"))
+    for _ in range(rounds):
+        for n in sizes:
+            # a comb, every node a child of the root, and all of them sampled, as in a verification
+            bits, depths = [1 | 1 << i for i in range(n)], [min(i, 1) for i in range(n)]
             begin = time.perf_counter()
-            runner.forward([span]).argmax(-1).tolist()
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times))
-    logger.info("step cost by rows: %s", ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in zip(rows, seconds, strict=True)))
-    return StepCost(rows, tuple(seconds))
+            runner.forward([Span([0] * n, pages, context, depths, bits, range(n))]).argmax(-1).tolist()
+            best[n] = min(best[n], time.perf_counter() - begin)
+    cost = StepCost.fit(sizes, list(best.values()))
+    logger.info("a step costs %.1f ms and %.2f ms per row", cost.base * 1e3, cost.per_row * 1e3)
+    return cost
 
 
 def _draft_folder(config: EngineConfig) -> Path | None:
@@ -203,8 +203,8 @@ def _check_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
     """A draft must spell every id as the target does; it may lack or add ids at the end (padding, extra specials)."""
     if (token := target.first_difference(draft)) is not None:
         raise ModelError(
-            f"the draft {name} has another vocabulary than the target: token {token} is {draft.spelling(token)!r} there "
-            f"and {target.spelling(token)!r} here. Choose a draft of the same family, or --draft ngram."
+            f"the draft {name} has another vocabulary than the target: token {token} is {draft.spelling(token)!r} "
+            f"there and {target.spelling(token)!r} here. Choose a draft of the same family, or --draft ngram."
         )
     if target.vocab_size != draft.vocab_size:
         logger.warning("the draft knows %d tokens, the target %d", draft.vocab_size, target.vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -84,10 +83,9 @@ class SamplingParams:
 
 
 def _require_range(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # `not low <= value` also refuses NaN; a whole number may be too large to become a float
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be from {low:g} to {high:g}, {value:g} given", param=name)
 
 
 def _require_int(name: str, value: int, low: int, high: int | None) -> None:

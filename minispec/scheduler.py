@@ -111,7 +111,7 @@ class Scheduler:
         """
         decoding = tuple(slot for slot in self.running if slot.decoding)
         prefilling = sorted((slot for slot in self.running if not slot.decoding), key=lambda slot: slot.num_pending)
-        tree_budget = max(self.max_tree_tokens, len(decoding))
+        tree_budget = max(min(self.max_tree_tokens, self.max_step_tokens), len(decoding))
         if prefilling:
             tree_budget = max(min(tree_budget, self.max_step_tokens // 2), len(decoding))
         rows = max(self.max_step_tokens - (tree_budget if decoding else 0), 1)

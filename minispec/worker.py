@@ -100,11 +100,12 @@ class EngineWorker:
         self._change(WorkerState.DRAINING, {WorkerState.READY})
 
     def wait_idle(self, timeout: float) -> bool:
-        """Block until every submitted request has ended; False if that took longer than ``timeout`` seconds."""
+        """Block until every submitted request has ended and its listener has heard; False if that took longer than ``timeout`` seconds."""
         return self._idle.wait(timeout)
 
     def stop(self, timeout: float = 10.0) -> None:
         """End all requests as aborted and stop the thread."""
+        self.drain()
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -139,6 +140,7 @@ class EngineWorker:
                 except queue.Empty:
                     break
                 if command is None:
+                    self.drain()  # first, so that no request slips in behind those that are ended
                     for request in list(self._open):
                         self._abort(request)
                     return
@@ -158,16 +160,19 @@ class EngineWorker:
 
     def _deliver(self, event: TokenEvent) -> None:
         on_event = self._open.get(event.request)
-        if event.finish_reason is not None:
-            with self._lock:
+        last = event.finish_reason is not None
+        if last:
+            with self._lock:  # before the listener hears of it: its next request finds the place free
                 self._open.pop(event.request, None)
-                if not self._open:
-                    self._idle.set()
         if on_event is not None:
             try:
                 on_event(event)
             except Exception:  # a listener's fault must not end everybody's engine
                 logger.exception("the listener of request %s failed", event.request.id)
+        if last:
+            with self._lock:
+                if not self._open:
+                    self._idle.set()
 
     def _fail(self, message: str) -> None:
         self.error = message

@@ -50,7 +50,7 @@ def test_a_window_hides_old_keys_by_position():
     chunk, tree, single = StepBatch.build(spans, page_size=4, window=3).visible
     expected = [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
     assert chunk.int().tolist() == expected
-    assert tree.int().tolist() == [row + [0] for row in expected] + [[0, 0, 0, 0, 1, 1, 1]]
+    assert tree.int().tolist() == [[*row, 0] for row in expected] + [[0, 0, 0, 0, 1, 1, 1]]
     assert single.int().tolist() == [[0, 0, 0, 1, 1, 1]]
 
 

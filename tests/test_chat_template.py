@@ -1,11 +1,11 @@
 import json
 
 import pytest
-from tokenizers_fixture import BOS, CHATML, IM_END, IM_START, byte_tokenizer_folder, sentencepiece_folder
 
 from minispec.chat_template import ChatTemplate
 from minispec.errors import ModelError, RequestError
 from minispec.tokenizer import Tokenizer
+from tokenizers_fixture import BOS, CHATML, IM_END, IM_START, byte_tokenizer_folder, sentencepiece_folder
 
 USER = {"role": "user", "content": "Hi"}
 CONTROL = ("<|im_start|>", "<|im_end|>")

@@ -173,7 +173,7 @@ def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers():
             engine.make_request([1] * length, SamplingParams())
         assert caught.value.code == "context_length_exceeded"
     small = scripted_engine(table(counting, VOCAB), VOCAB, max_context=512, pages=40)
-    with pytest.raises(RequestError, match="holds 160 tokens .*limit is 512.* the prompt has 200"):
+    with pytest.raises(RequestError, match=r"holds 160 tokens .*limit is 512.* the prompt has 200"):
         small.make_request([1] * 200, SamplingParams())
     request = generate(small, [1] * 100, max_tokens=400)
     assert request.num_output == 60 and request.finish_reason is FinishReason.LENGTH
@@ -226,9 +226,7 @@ def test_long_prompts_are_read_in_chunks_beside_running_streams():
 
 
 def test_prefill_of_many_long_prompts_stays_within_the_step():
-    engine = scripted_engine(
-        table(counting, VOCAB), VOCAB, max_step_tokens=32, max_slots=9, pages=600, max_context=300
-    )
+    engine = scripted_engine(table(counting, VOCAB), VOCAB, max_step_tokens=32, max_slots=9, pages=600, max_context=300)
     params = SamplingParams(max_tokens=5, temperature=0)
     run(engine, [[3] * 2] + [[4] * 200] * 8, [params] * 9)
     assert max(engine.runner.rows) <= 32
@@ -351,7 +349,10 @@ def test_counts_of_speculation():
     stats = request.speculation
     assert (stats.steps, stats.drafted, stats.accepted, stats.emitted) == (3, 5, 5, 8)
     assert stats.acceptance_length == pytest.approx(8 / 3)
-    assert generate(scripted_engine(table(counting, VOCAB), VOCAB), [3], max_tokens=1).speculation.acceptance_length is None
+    assert (
+        generate(scripted_engine(table(counting, VOCAB), VOCAB), [3], max_tokens=1).speculation.acceptance_length
+        is None
+    )
 
 
 def test_an_idle_engine_does_nothing():

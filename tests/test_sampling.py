@@ -127,9 +127,7 @@ def test_rows_do_not_disturb_each_other():
     ]
     noise = Noise(300)
     together = kernels.sample(logits, sampling(rows), noise)
-    alone = [
-        int(kernels.sample(logits[i : i + 1], sampling([row], seeds=[i]), noise)) for i, row in enumerate(rows)
-    ]
+    alone = [int(kernels.sample(logits[i : i + 1], sampling([row], seeds=[i]), noise)) for i, row in enumerate(rows)]
     assert together.tolist() == alone
     assert together[0] == logits[0].argmax()
 

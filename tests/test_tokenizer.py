@@ -4,6 +4,9 @@ import threading
 
 import pytest
 import tokenizers
+
+from minispec.errors import ModelError, RequestError
+from minispec.tokenizer import Tokenizer
 from tokenizers_fixture import (
     BOS,
     BYTE_VOCAB_SIZE,
@@ -15,9 +18,6 @@ from tokenizers_fixture import (
     byte_tokenizer_folder,
     sentencepiece_folder,
 )
-
-from minispec.errors import ModelError, RequestError
-from minispec.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,9 @@ def tiny_engine(
         draft_runner = ModelRunner(tiny_model(0 if draft == "itself" else 1), pages=pages, page_size=page_size)
         draft_runner.kv.k.fill_(float("nan"))
         draft_runner.kv.v.fill_(float("nan"))
-        drafter = DraftModelDrafter(draft, draft_runner, PagePool(pages), noise, depth=depth, width=width, children=width)
+        drafter = DraftModelDrafter(
+            draft, draft_runner, PagePool(pages), noise, depth=depth, width=width, children=width
+        )
     else:
         drafter = {"none": NoDrafter(), "ngram": NgramDrafter(), "wrong": ScriptedDrafter(always_wrong)}[draft]
     return Engine(runner, PagePool(pages), drafter, noise, max_context=max_context, **settings)

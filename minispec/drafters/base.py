@@ -13,8 +13,8 @@ from minispec.verify import Acceptance
 class Drafter(Protocol):
     """Proposes trees for slots; never touches the target's KV.
 
-    A slot's life is ``begin``, then ``propose`` and ``accept`` in turn, then ``end``. What a drafter knows of a slot dies
-    with ``end``, which also comes when a request is preempted.
+    A slot's life is ``begin``, then ``propose`` and ``accept`` in turn, then ``end``. What a drafter knows of a slot
+    dies with ``end``, which also comes when a request is preempted.
     """
 
     @property

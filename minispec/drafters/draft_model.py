@@ -123,7 +123,8 @@ class DraftModelDrafter:
         ]
         growing = self._catch_up(wanting)
         for depth in range(1, self._depth + 1):
-            growing = [g for g in growing if g.frontier and g.slot.request.remaining > depth]
+            # a layer pays only if its nodes can be both kept and used: the tokens of a walk are one more than its depth
+            growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
             if not growing or depth == self._depth:
                 break
             self._run_layer(growing)
@@ -139,7 +140,7 @@ class DraftModelDrafter:
         """Keep the KV of accepted nodes that were run; the rest of the path is read again with the next proposal."""
         state = self._states[slot]
         accepted = acceptance.tokens[:-1]
-        path = []
+        path: list[int] = []
         while len(path) < len(accepted) and (key := state.run.get(accepted[: len(path) + 1])) is not None:
             path.append(key)
         self._runner.kv.commit([(state.pages, state.num_cached, path)])
@@ -147,10 +148,11 @@ class DraftModelDrafter:
         state.run.clear()
 
     def _catch_up(self, growths: Sequence[_Growth]) -> list[_Growth]:
-        """Read the tokens the draft has not cached; returns the trees that are ready to grow, with their first layer."""
+        """Read the tokens the draft has not cached; returns the trees ready to grow, with their first layer."""
         spans, read = [], []
         room = self._chunk
-        for growth in growths:
+        # the shortest first: those that draft already go on while a long prompt is read
+        for growth in sorted(growths, key=lambda g: len(g.slot.request.tokens) - g.state.num_cached):
             state, tokens = growth.state, growth.slot.request.tokens
             pending = tokens[state.num_cached : state.num_cached + max(room, 1)]
             # room for every node that can be run: a layer of `width` nodes per depth
@@ -159,7 +161,9 @@ class DraftModelDrafter:
                 continue
             state.run.clear()
             complete = state.num_cached + len(pending) == len(tokens)
-            spans.append(Span.chunk(pending, state.pages, state.num_cached, sample_last=complete))
+            # ids that only the target knows (a longer vocabulary) are read as some other token: worse drafts, no harm
+            known = [token if token < self._runner.vocab_size else 0 for token in pending]
+            spans.append(Span.chunk(known, state.pages, state.num_cached, sample_last=complete))
             read.append((growth, len(pending), complete))
             room -= len(pending)
             if room <= 0:
@@ -203,10 +207,7 @@ class DraftModelDrafter:
             return
         rows = [(growth, node) for growth in growths for node in growth.frontier]
         sampling = SamplingBatch.build(
-            [
-                (growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node])
-                for growth, node in rows
-            ],
+            [(growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node]) for growth, node in rows],
             device=logits.device,
         )
         tokens, values = kernels.top_children(logits, sampling, self._noise, self._children)

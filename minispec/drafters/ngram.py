@@ -1,4 +1,4 @@
-"""N-gram prompt lookup: what followed the last time this text occurred, as a tree (Saxena 2023, "Prompt Lookup Decoding").
+"""N-gram prompt lookup (Saxena 2023, "Prompt Lookup Decoding"): what followed when this text occurred before, as a tree.
 
 Every earlier occurrence of the last token is a candidate; the longer its context agrees with the end of the text, the
 likelier its continuation is right. Continuations are merged into a trie and grown best-first. How likely "the longer

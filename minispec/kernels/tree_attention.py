@@ -48,7 +48,7 @@ def tree_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepB
     group = heads // kv_heads
     out = torch.empty_like(q)
     start = 0
-    for span, visible in zip(batch.spans, batch.visible, strict=True):
+    for span, bias in zip(batch.spans, batch.bias(q.dtype, group), strict=True):
         n = len(span.tokens)
         if n == 0:
             continue
@@ -56,11 +56,7 @@ def tree_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepB
         # Fold the query heads that share a KV head into the rows: one call serves GQA without repeating K and V.
         folded = q[start : start + n].view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         folded = folded.reshape(1, kv_heads, group * n, head_dim)
-        mask = None if visible is None else visible.repeat(group, 1)
-        if mask is not None:
-            # an additive mask in the queries' dtype is faster on a CPU than a boolean one
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-        attended = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=mask, scale=scale)
+        attended = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=bias, scale=scale)
         out[start : start + n] = attended.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, heads, -1)
         start += n
     return out

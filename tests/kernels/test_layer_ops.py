@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from paged_steps import random_step
 
 from minispec.kernels.kv_commit import (
     MAX_MOVES,
@@ -16,7 +15,7 @@ from minispec.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from minispec.kernels.rope import rope_ref, rope_triton
 from minispec.kernels.rope_kv_write import rope_kv_write_ref, rope_kv_write_triton
 from minispec.kernels.silu_mul import silu_mul_ref, silu_mul_triton
-
+from paged_steps import random_step
 
 DTYPES = [torch.float32, torch.float16]  # the interpreter truncates where it should round to bfloat16
 

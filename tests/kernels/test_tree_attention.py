@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from paged_steps import filled_cache, random_step
 
 from minispec.kernels.tree_attention import tree_attention_ref, tree_attention_triton
+from paged_steps import filled_cache, random_step
 
 MIXED = [("tree", 63, 70), ("chunk", 1, 33), ("chunk", 0, 5), ("chunk", 37, 0), ("grown", 9, 31), ("chunk", 20, 65)]
 

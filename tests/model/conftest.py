@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VARIANTS, build
 from torch import Tensor
+
+from tiny_models import VARIANTS, build
 
 Oracle = Callable[[list[int]], Tensor]
 

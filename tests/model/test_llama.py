@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VARIANTS
 from torch import Tensor
 
 from minispec import hub
@@ -15,6 +14,7 @@ from minispec.batch import Span
 from minispec.model import Llama, ModelConfig
 from minispec.runner import ModelRunner
 from minispec.tree import DraftTree
+from tiny_models import VARIANTS
 
 LENGTH = 40
 CLOSE = {"atol": 1e-4, "rtol": 0.0}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import build
 from torch import Tensor
 
 from minispec.batch import Span
 from minispec.errors import ModelError
 from minispec.model import Llama, ModelConfig, check_folder
 from minispec.runner import ModelRunner
+from tiny_models import build
 
 
 def check(folder: Path) -> None:

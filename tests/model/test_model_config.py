@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tiny_models import TINY, VARIANTS
 
 from minispec.errors import ConfigError, ModelError
 from minispec.model import ModelConfig
+from tiny_models import TINY, VARIANTS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **TINY}
 

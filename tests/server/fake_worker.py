@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scripted import Prefix, ScriptedDrafter, ScriptedRunner, chain
-from tokenizers_fixture import BYTE_VOCAB_SIZE, EOS, byte_tokenizer_folder
 from torch import Tensor
 
 from minispec.batch import Span
@@ -32,6 +30,8 @@ from minispec.server.bind import bind, url_of
 from minispec.server.run import make_uvicorn
 from minispec.tokenizer import Tokenizer
 from minispec.worker import EngineWorker, WorkerState
+from scripted import Prefix, ScriptedDrafter, ScriptedRunner, chain
+from tokenizers_fixture import BYTE_VOCAB_SIZE, EOS, byte_tokenizer_folder
 
 MODEL = "scripted"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fake_worker import MODEL, Script, scripted_engine
-
 from minispec.errors import ModelError
 from minispec.server.app import ServerOptions
 from minispec.server.bind import bind

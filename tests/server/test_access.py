@@ -2,8 +2,8 @@
 
 import httpx
 import pytest
-from fake_worker import Script, live_server, raw_request, wait_for
 
+from fake_worker import Script, live_server, raw_request, wait_for
 from minispec.worker import WorkerState
 
 KEYS = ("first-key", "second-key")

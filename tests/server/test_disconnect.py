@@ -10,8 +10,8 @@ import time
 
 import httpx
 import pytest
-from fake_worker import Script, http_bytes, raw_request, wait_for
 
+from fake_worker import Script, http_bytes, raw_request, wait_for
 from minispec.request import FinishReason
 
 

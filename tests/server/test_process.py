@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from fake_worker import events_of, wait_for
 
 SERVER = Path(__file__).with_name("scripted_server.py")

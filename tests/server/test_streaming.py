@@ -6,6 +6,7 @@ import time
 import httpx
 import openai
 import pytest
+
 from fake_worker import MODEL, Script, events_of, wait_for
 
 TEXT = "żółw🦉한 \u2028 end"

@@ -4,6 +4,7 @@ import json
 
 import httpx
 import pytest
+
 from tokenizers_fixture import BYTE_VOCAB_SIZE
 
 USER = [{"role": "user", "content": "hi"}]
