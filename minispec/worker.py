@@ -100,12 +100,11 @@ class EngineWorker:
         self._change(WorkerState.DRAINING, {WorkerState.READY})
 
     def wait_idle(self, timeout: float) -> bool:
-        """Block until every submitted request has ended and its listener has heard; False if that took longer than ``timeout`` seconds."""
+        """Block until every submitted request has ended and its listener has heard; False after ``timeout`` seconds."""
         return self._idle.wait(timeout)
 
     def stop(self, timeout: float = 10.0) -> None:
         """End all requests as aborted and stop the thread."""
-        self.drain()
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
