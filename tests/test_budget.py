@@ -1,0 +1,138 @@
+"""How many nodes a step verifies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minispec.budget import StepCost, allot
+from minispec.tree import DraftTree
+
+
+def test_the_cost_is_a_line():
+    assert [StepCost(10.0, 2.0)(rows) for rows in (0, 1, 2, 100)] == [10.0, 12.0, 14.0, 210.0]
+
+
+@pytest.mark.parametrize(("base", "per_row"), [(10.0, 2.0), (5.0, 0.0), (0.0, 3.0)])
+def test_a_straight_line_is_found_again(base, per_row):
+    rows = (1, 2, 4, 8, 16, 32, 64)
+    cost = StepCost.fit(rows, [base + per_row * n for n in rows])
+    assert cost.base == pytest.approx(base, abs=1e-9) and cost.per_row == pytest.approx(per_row, abs=1e-9)
+
+
+@given(st.lists(st.floats(1e-4, 10.0), min_size=7, max_size=7))
+def test_whatever_was_measured_a_step_costs_something_and_rows_are_never_paid_back(seconds):
+    cost = StepCost.fit((1, 2, 4, 8, 16, 32, 64), seconds)
+    assert cost.per_row >= 0 and cost.base >= -1e-12
+    assert 0 < cost(1) <= cost(64) <= cost(10_000)
+
+
+def chain(*probabilities: float) -> DraftTree:
+    """A path whose nodes are reached with these probabilities."""
+    n = len(probabilities)
+    return DraftTree(tuple(range(n + 1)), tuple(range(-1, n)), (0.0, *map(math.log, probabilities)))
+
+
+@st.composite
+def trees(draw, most: int = 6) -> DraftTree:
+    parents, values = [-1], [0.0]
+    for i in range(1, draw(st.integers(1, most))):
+        parents.append(draw(st.integers(0, i - 1)))
+        # eighths make ties, also between parent and child
+        values.append(values[parents[-1]] + math.log(draw(st.integers(1, 8)) / 8))
+    return DraftTree(tuple(range(len(parents))), tuple(parents), tuple(values))
+
+
+forests = st.lists(trees(), min_size=1, max_size=3)
+costs = st.builds(StepCost, st.integers(0, 20), st.integers(1, 5))
+
+
+def is_cut_of(cut: DraftTree, tree: DraftTree) -> bool:
+    """Tokens here are node indices, so a cut says which nodes it kept; making it checked that it is closed."""
+    kept = cut.tokens
+    return cut == tree.keep(kept) and kept[0] == 0
+
+
+@given(forests, st.integers(1, 20))
+def test_without_a_cost_the_budget_is_used_up(forest, budget):
+    cut = allot(forest, budget, None)
+    assert all(map(is_cut_of, cut, forest)) and len(cut) == len(forest)
+    total = sum(map(len, forest))
+    assert sum(map(len, cut)) == min(total, max(budget, len(forest)))
+    left_out = [v for c, t in zip(cut, forest, strict=True) for i, v in enumerate(t.values) if i not in c.tokens]
+    drafted = [v for c in cut for v in c.values[1:]]
+    assert not left_out or not drafted or max(left_out) <= min(drafted)
+
+
+@given(forests, st.integers(1, 20), costs, st.integers(0, 12))
+def test_with_a_cost_the_budget_is_a_bound(forest, budget, cost, other_rows):
+    cut = allot(forest, budget, cost, other_rows)
+    assert all(map(is_cut_of, cut, forest)) and len(cut) == len(forest)
+    assert sum(map(len, cut)) <= max(budget, len(forest))
+
+
+@settings(max_examples=60)
+@given(st.lists(trees(4), min_size=1, max_size=2), st.integers(1, 8), costs, st.integers(0, 6))
+def test_no_closed_choice_of_nodes_gives_more_tokens_per_second(forest, budget, cost, other_rows):
+    def rate(cut: tuple[DraftTree, ...]) -> float:
+        tokens = sum(math.exp(value) for tree in cut for value in tree.values)
+        return tokens / cost(other_rows + sum(map(len, cut)))
+
+    def cuts(tree: DraftTree) -> list[DraftTree]:
+        result = []
+        for nodes in itertools.product([False, True], repeat=len(tree) - 1):
+            kept = [0, *(i for i, keep in enumerate(nodes, 1) if keep)]
+            if all(tree.parents[i] in kept for i in kept[1:]):
+                result.append(tree.keep(kept))
+        return result
+
+    choices = itertools.product(*map(cuts, forest))
+    best = max(rate(c) for c in choices if sum(map(len, c)) <= max(budget, len(forest)))
+    assert rate(tuple(allot(forest, budget, cost, other_rows))) == pytest.approx(best)
+
+
+def test_free_rows_are_filled_and_dear_rows_are_not():
+    tree = chain(0.9, 0.5, 0.1, 0.01)
+    assert allot([tree], 64, StepCost(1.0, 0.0)) == [tree]
+    # a step costs its rows and nothing else: even a sure node only breaks even
+    assert allot([chain(1.0, 1.0)], 64, StepCost(0.0, 1.0)) == [DraftTree.root(0)]
+    # tokens per second with 1, 2, 3, 4, 5 rows: 1/5 < 1.9/6 < 2.4/7 > 2.5/8 > 2.51/9
+    assert [len(cut) for cut in allot([tree], 64, StepCost(4.0, 1.0))] == [3]
+
+
+def test_prefill_rows_make_drafts_cheaper():
+    """The step is long anyway: a node adds less to it."""
+    tree = chain(0.5, 0.4)
+    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0))] == [1]
+    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0), other_rows=20)] == [3]
+
+
+def test_many_slots_share_the_fixed_cost():
+    """With more streams a step carries more tokens, so that a doubtful node must pay more of them."""
+    tree = chain(0.5)
+    alone = allot([tree], 64, StepCost(3.0, 1.0))
+    crowd = allot([tree] * 8, 64, StepCost(3.0, 1.0))
+    assert [len(cut) for cut in alone] == [2]
+    assert [len(cut) for cut in crowd] == [1] * 8
+
+
+def test_the_best_nodes_win_whosever_they_are():
+    sure, unsure = chain(0.9, 0.8, 0.7), chain(0.5, 0.1)
+    assert [len(tree) for tree in allot([unsure, sure], 5, None)] == [1, 4]
+    assert [len(tree) for tree in allot([unsure, sure], 6, None)] == [2, 4]
+    # every slot keeps its root, even above the budget
+    assert [len(tree) for tree in allot([unsure, sure], 1, None)] == [1, 1]
+
+
+def test_nothing_to_allot():
+    assert allot([], 10, StepCost(1.0, 1.0)) == [] and allot([], 10, None) == []
+    assert allot([DraftTree.root(5)], 10, StepCost(1.0, 1.0), other_rows=3) == [DraftTree.root(5)]
+
+
+def test_a_node_that_is_never_reached_is_not_verified():
+    tree = DraftTree((0, 1, 2), (-1, 0, 1), (0.0, math.log(0.9), -math.inf))
+    assert allot([tree], 10, StepCost(1.0, 0.01)) == [tree.keep([0, 1])]
