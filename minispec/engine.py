@@ -20,11 +20,12 @@ from minispec.budget import StepCost, allot
 from minispec.drafters.base import Drafter
 from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
+from minispec.model.llama import Taps
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Scheduler, Slot, StepPlan
 from minispec.tokenizer import Tokenizer
-from minispec.tree import MAX_NODES, DraftTree
+from minispec.tree import DraftTree
 from minispec.verify import verify
 
 
@@ -34,7 +35,7 @@ class Runner(Protocol):
     kv: KVCache
     vocab_size: int
 
-    def forward(self, spans: Sequence[Span]) -> Tensor:
+    def forward(self, spans: Sequence[Span], *, taps: Taps | None = None) -> Tensor:
         """Write the rows' KV; return the logits of the sampled rows, float32 [samples, vocab_size]."""
 
 
@@ -202,14 +203,13 @@ class Engine:
         """Draft, forward, verify and commit once for all slots; returns what each request got."""
         for slot in self.scheduler.admit():
             self.drafter.begin(slot)
-        plan = self.scheduler.plan()
-        trees = self._draft(plan)
-        plan, trees, preempted = self.scheduler.reserve(plan, trees)
+        plan, max_nodes, preempted = self.scheduler.reserve(self.scheduler.plan())
         for slot in preempted:
             self.drafter.end(slot)
         self.stats.preemptions += len(preempted)
         if plan.empty:
             return []
+        trees = self._draft(plan, max_nodes)
 
         spans = [
             Span.chunk(
@@ -221,7 +221,10 @@ class Engine:
             for slot, count in plan.chunks
         ]
         spans += [Span.tree(tree, slot.pages, slot.num_cached) for slot, tree in zip(plan.decoding, trees, strict=True)]
-        logits = self.runner.forward(spans)
+        taps = Taps(self.drafter.taps) if self.drafter.taps else None
+        logits = self.runner.forward(spans, taps=taps)
+        if taps is not None:
+            self._observe(plan, spans, taps.features)
         samples = self._sample(logits, plan, trees)
         self.stats.steps += 1
         self.stats.forward_rows += sum(len(span.tokens) for span in spans)
@@ -231,19 +234,26 @@ class Engine:
         """Assert the invariants of slots and pages (DraftTree, Span and Acceptance check themselves when made)."""
         self.scheduler.check()
 
-    def _draft(self, plan: StepPlan) -> list[DraftTree]:
+    def _draft(self, plan: StepPlan, max_nodes: Sequence[int]) -> list[DraftTree]:
         """A tree per decoding slot, cut to the nodes that pay."""
-        drafting = [slot for slot in plan.decoding if slot.request.remaining > 1]
-        share = min(plan.tree_budget - len(plan.decoding) + 1, MAX_NODES)
+        drafting = [(slot, count) for slot, count in zip(plan.decoding, max_nodes, strict=True) if count > 1]
         proposed: dict[Slot, DraftTree] = {}
-        if drafting and share > 1:
-            # a walk of depth d emits d + 1 tokens: deeper nodes than that could never be used
+        if drafting:
+            slots, counts = zip(*drafting, strict=True)
             proposed = {
-                slot: tree.best(share, max_depth=slot.request.remaining - 1)
-                for slot, tree in zip(drafting, self.drafter.propose(drafting, [share] * len(drafting)), strict=True)
+                # a walk of depth d emits d + 1 tokens: deeper nodes than that could never be used
+                slot: tree.best(count, max_depth=slot.request.remaining - 1)
+                for slot, count, tree in zip(slots, counts, self.drafter.propose(slots, counts), strict=True)
             }
         trees = [proposed.get(slot) or DraftTree.root(slot.request.tokens[-1]) for slot in plan.decoding]
         return allot(trees, plan.tree_budget, self.step_cost, other_rows=sum(count for _, count in plan.chunks))
+
+    def _observe(self, plan: StepPlan, spans: Sequence[Span], features: Tensor) -> None:
+        """Hand the drafter each slot's rows of the tapped hidden states."""
+        slots = [slot for slot, _ in plan.chunks] + list(plan.decoding)
+        rows = features.split([len(span.tokens) for span in spans])
+        for slot, own in zip(slots, rows, strict=True):
+            self.drafter.observe(slot, own)
 
     def _sample(self, logits: Tensor, plan: StepPlan, trees: Sequence[DraftTree]) -> list[int]:
         """The target's token after each sampled row: the chunks that end their prompt, then every node."""

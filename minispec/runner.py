@@ -13,7 +13,7 @@ from minispec.config import DEVICES, DTYPES
 from minispec.errors import ConfigError
 from minispec.kv_cache import KVCache
 from minispec.model.config import ModelConfig
-from minispec.model.llama import Llama
+from minispec.model.llama import Llama, Taps
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,19 @@ class ModelRunner:
             device=model.device,
         )
 
-    def forward(self, spans: Sequence[Span]) -> Tensor:
+    def forward(self, spans: Sequence[Span], *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
         """Run the rows of ``spans`` in one pass and write their KV.
+
+        Args:
+            spans: the rows.
+            layers, taps: as in ``Llama.forward``.
 
         Returns:
             [samples, vocab_size] float32 logits of the spans' sampled rows, in order.
         """
         with torch.inference_mode():
             batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
-            return self.model.forward(batch, self.kv)
+            return self.model.forward(batch, self.kv, layers=layers, taps=taps)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -7,12 +7,11 @@ not tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minispec.kv_cache import PagePool
 from minispec.request import Request
-from minispec.tree import DraftTree
+from minispec.tree import MAX_NODES
 
 
 @dataclass(eq=False)
@@ -123,11 +122,12 @@ class Scheduler:
             rows -= count
         return StepPlan(tuple(chunks), decoding, tree_budget)
 
-    def reserve(self, plan: StepPlan, trees: Sequence[DraftTree]) -> tuple[StepPlan, list[DraftTree], list[Slot]]:
-        """Provide a page for every node: trim trees to what the pool has, and preempt the youngest for missing roots.
+    def reserve(self, plan: StepPlan) -> tuple[StepPlan, list[int], list[Slot]]:
+        """Provide pages for the trees to come: preempt the youngest where a root has none, then share out what is left.
 
         Returns:
-            The plan and trees without the preempted slots, and those slots, which have been released.
+            The plan without the preempted slots; how many nodes each decoding slot's tree may have, at least 1; and the
+            preempted slots, which have been released.
         """
         preempted: list[Slot] = []
         for slot in plan.decoding:
@@ -137,18 +137,20 @@ class Scheduler:
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 preempted.append(youngest)
-        decoding, reserved = [], []
-        for slot, tree in zip(plan.decoding, trees, strict=True):
-            if slot in preempted:
-                continue
-            if not self._extend(slot, slot.num_cached + len(tree)):
-                capacity = (len(slot.pages) + self.pool.free) * self.page_size - slot.num_cached
-                tree = tree.best(capacity)
-                self._extend(slot, slot.num_cached + len(tree))
-            decoding.append(slot)
-            reserved.append(tree)
+        decoding = tuple(slot for slot in plan.decoding if slot not in preempted)
         chunks = tuple((slot, count) for slot, count in plan.chunks if slot not in preempted)
-        return StepPlan(chunks, tuple(decoding), plan.tree_budget), reserved, preempted
+        # A tree may take the whole budget that its neighbours' roots leave; the budget decides who gets how much of it.
+        share = min(plan.tree_budget - len(decoding) + 1, MAX_NODES)
+        nodes = []
+        for slot in decoding:
+            # where the next token is the last, nothing could come after a draft
+            wanted = share if slot.request.remaining > 1 else 1
+            if not self._extend(slot, slot.num_cached + wanted):
+                spare = len(slot.pages) * self.page_size - slot.num_cached
+                wanted = min(wanted, spare + self.pool.free * self.page_size)
+                self._extend(slot, slot.num_cached + wanted)
+            nodes.append(wanted)
+        return StepPlan(chunks, decoding, plan.tree_budget), nodes, preempted
 
     def release(self, slot: Slot) -> None:
         """Free a slot and its pages; its request has ended."""

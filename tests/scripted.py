@@ -50,7 +50,7 @@ class ScriptedRunner:
         self.forwards = 0
         self.rows: list[int] = []
 
-    def forward(self, spans: Sequence[Span]) -> Tensor:
+    def forward(self, spans: Sequence[Span], *, taps=None) -> Tensor:
         batch = StepBatch.build(spans, self.kv.page_size)
         self.forwards += 1
         self.rows.append(len(batch.tokens))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
@@ -21,11 +23,22 @@ class Drafter(Protocol):
     def name(self) -> str:
         """As in ``--draft``."""
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which of the target's hidden states it reads (``minispec.model.llama.Taps.layers``); mostly none."""
+
     def begin(self, slot: Slot) -> None:
         """A request took the slot; its prompt is known, nothing is generated."""
 
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
         """One tree per slot, at most ``max_nodes[i]`` nodes (root included) each; node 0 is the slot's last token."""
+
+    def observe(self, slot: Slot, features: Tensor) -> None:
+        """The tapped hidden states of the slot's rows in the step's forward, if ``taps`` asks for any.
+
+        Comes before ``accept``: for a chunk, [tokens, taps * hidden] from ``slot.num_cached`` on; for a tree, one row
+        per node.
+        """
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """What became of a proposal. ``tree`` is the part of it that was verified; the text has grown already."""
@@ -34,10 +47,11 @@ class Drafter(Protocol):
         """The slot's request ended, or was preempted."""
 
 
-class NoDrafter:
-    """Plain decoding: every tree is a root."""
+class BaseDrafter:
+    """Does nothing where a drafter needs nothing done. ``propose`` gives roots: plain decoding."""
 
     name = "none"
+    taps: tuple[int, ...] = ()
 
     def begin(self, slot: Slot) -> None:
         pass
@@ -45,8 +59,15 @@ class NoDrafter:
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [DraftTree.root(slot.request.tokens[-1]) for slot in slots]
 
+    def observe(self, slot: Slot, features: Tensor) -> None:
+        pass
+
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         pass
 
     def end(self, slot: Slot) -> None:
         pass
+
+
+class NoDrafter(BaseDrafter):
+    """Plain decoding: every tree is a root."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minispec import kernels
 from minispec.batch import Span
+from minispec.drafters.base import BaseDrafter
 from minispec.kv_cache import PagePool
 from minispec.runner import ModelRunner
 from minispec.sampling import Noise, SamplingBatch
@@ -72,7 +73,7 @@ class _Growth:
         return bits
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(BaseDrafter):
     """Drafts with a model that has its own paged KV; as many forwards as the tree is deep.
 
     Args:

@@ -1,4 +1,4 @@
-"""N-gram prompt lookup (Saxena 2023, "Prompt Lookup Decoding"): what followed when this text occurred before, as a tree.
+"""N-gram prompt lookup (Saxena 2023, "Prompt Lookup Decoding"): what followed when this text occurred before.
 
 Every earlier occurrence of the last token is a candidate; the longer its context agrees with the end of the text, the
 likelier its continuation is right. Continuations are merged into a trie and grown best-first. How likely "the longer
@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minispec.drafters.base import BaseDrafter
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
@@ -58,7 +59,7 @@ class _Text:
     agreement: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class NgramDrafter:
+class NgramDrafter(BaseDrafter):
     """Proposes continuations found in the slot's own prompt and output. Costs no forward pass."""
 
     name = "ngram"

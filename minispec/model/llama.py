@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,30 @@ log = logging.getLogger(__name__)
 
 Take = Callable[..., Tensor]
 """``take(*names)``: the named tensors joined along their first dimension, in the model's dtype and on its device."""
+
+
+@dataclass
+class Taps:
+    """Hidden states wanted of a forward, for drafters that read the target's mind.
+
+    Attributes:
+        layers: for each, the residual stream after that many layers: 0 is the embedding, ``num_layers`` what the final
+            norm reads. Ascending.
+        hidden: per tapped layer [rows, hidden] in the model's dtype; filled by the forward.
+    """
+
+    layers: tuple[int, ...]
+    hidden: list[Tensor] = field(default_factory=list)
+
+    def see(self, layer: int, stream: Tensor) -> None:
+        """Called by the forward with the stream after ``layer`` layers."""
+        if layer in self.layers:
+            self.hidden.append(stream)
+
+    @property
+    def features(self) -> Tensor:
+        """[rows, len(layers) * hidden], the tapped layers side by side."""
+        return torch.cat(self.hidden, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -135,12 +159,14 @@ class Llama:
                 vocab_size=config.vocab_size,
             )
 
-    def forward(self, batch: StepBatch, kv: KVCache) -> Tensor:
+    def forward(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
         """Run one step and write its KV.
 
         Args:
             batch: the rows.
-            kv: cache of this model; written at ``batch.kv_index`` of every layer.
+            kv: cache of this model; written at ``batch.kv_index`` of every layer that runs.
+            layers: run only the first ``layers``, then the final norm and the head (self-drafting by layer skip).
+            taps: filled with hidden states on the way.
 
         Returns:
             [samples, vocab_size] float32: logits of ``batch.sample_rows``, in that order.
@@ -149,8 +175,12 @@ class Llama:
         rows = batch.tokens.shape[0]
         cos, sin = self.rope.cos_sin(batch.positions)
         x, residual = F.embedding(batch.tokens, self.embedding), None
-        for layer, k_cache, v_cache in zip(self.layers, kv.k.unbind(0), kv.v.unbind(0), strict=True):
+        depth = len(self.layers) if layers is None else layers
+        for i, layer in enumerate(self.layers[:depth]):
+            k_cache, v_cache = kv.k[i], kv.v[i]
             y, residual = kernels.rms_norm(x, layer.input_norm, eps, residual)
+            if taps is not None:
+                taps.see(i, residual)
             q, k, v = (part.view(rows, -1, config.head_dim) for part in layer.qkv(y).split(self._widths, dim=-1))
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = kernels.rms_norm(q, layer.q_norm, eps)[0], kernels.rms_norm(k, layer.k_norm, eps)[0]
@@ -158,6 +188,8 @@ class Llama:
             attended = kernels.tree_attention(q, k_cache, v_cache, batch, scale)
             y, residual = kernels.rms_norm(layer.o(attended.view(rows, -1)), layer.post_norm, eps, residual)
             x = layer.down(kernels.silu_mul(layer.gate_up(y)))
+        if taps is not None and depth in taps.layers:
+            taps.see(depth, x if residual is None else x + residual)
         if batch.sample_rows.shape[0] != rows:
             x = x[batch.sample_rows]
             residual = None if residual is None else residual[batch.sample_rows]

@@ -85,7 +85,7 @@ class _Runner(ScriptedRunner):
         super().__init__(logits, BYTE_VOCAB_SIZE, pages=pages)
         self._script = script
 
-    def forward(self, spans: Sequence[Span]) -> Tensor:
+    def forward(self, spans: Sequence[Span], *, taps: object = None) -> Tensor:
         self._script.before_step()
         return super().forward(spans)
 
