@@ -99,6 +99,7 @@ class SamplingBatch:
         keys: (seed, position of the token to be drawn) per row.
         greedy: every row has temperature 0.
         truncated: some row uses top_k, top_p or min_p.
+        key_tensor: [samples, 2] int64, ``keys`` on the device; None lets the kernels copy them. A captured step needs it.
     """
 
     temperature: Tensor
@@ -108,6 +109,7 @@ class SamplingBatch:
     keys: tuple[tuple[int, int], ...]
     greedy: bool
     truncated: bool
+    key_tensor: Tensor | None = None
 
     @staticmethod
     def build(rows: Sequence[tuple[Request, int]], device: torch.device | str = "cpu") -> SamplingBatch:

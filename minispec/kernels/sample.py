@@ -5,27 +5,42 @@
     token = argmax over the support of s + g[seed, position]
 
 Ties are kept or dropped together, so the support does not depend on an order among equals.
+
+Roofline for n rows: 4 n vocab bytes (float32 logits), read once, about 25 n vocab operations for the noise; bound by
+memory. Truncated rows are read once more per probe of support_floor, edited ones written and read once more.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
+from minispec.kernels._triton import cdiv, jit, power_of_2
+from minispec.kernels.edit_logits import LogitEdits, edit_logits_ref, edit_logits_triton
+from minispec.kernels.support import support_floor_triton
 from minispec.sampling import Noise, SamplingBatch
 
+if TYPE_CHECKING:
+    import triton.language as tl
 
-def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+
+def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: LogitEdits | None = None) -> Tensor:
     """Torch reference, and the path of a CPU.
 
     Args:
         logits: [samples, vocab] float32.
         sampling: how each row is drawn.
         noise: source of the keyed noise.
+        edits: penalties, bias and grammar, applied before anything else.
 
     Returns:
         [samples] int64 token ids.
     """
+    if edits is not None:
+        logits = edit_logits_ref(logits, edits)
     if sampling.greedy:
         return logits.argmax(-1)
     sampled = sampling.temperature > 0
@@ -63,3 +78,79 @@ def _draw_within_support(scores: Tensor, noisy: Tensor, sampling: SamplingBatch,
         if bool(done.all()):
             return token
         noisy = noisy.masked_fill((scores <= value) & ~done[:, None], float("-inf"))
+
+
+def sample_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: LogitEdits | None = None) -> Tensor:
+    """Triton launcher; arguments as in the reference. The noise is computed in the kernel."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out
+    if edits is not None:
+        logits = edit_logits_triton(logits, edits)
+    chunks = cdiv(vocab, BLOCK)
+    value = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
+    token = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    # a batch without a temperature or a floor gets `value` in their place; the kernels do not read it
+    keys = value if sampling.greedy else keys_on(sampling, logits.device)
+    floor = support_floor_triton(logits, sampling) if sampling.truncated else value
+    _score_kernel[(rows, chunks)](
+        logits, sampling.temperature, floor, keys, value[0], value[1], token, vocab, logits.stride(0), chunks,
+        GREEDY=sampling.greedy, TRUNCATED=sampling.truncated, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    _pick_kernel[(rows,)](
+        value[0], value[1], token, sampling.temperature, out, chunks,
+        GREEDY=sampling.greedy, BLOCK=power_of_2(chunks), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _score_kernel(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    floor: tl.tensor,
+    keys: tl.tensor,
+    value: tl.tensor,
+    top: tl.tensor,
+    token: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    chunks: tl.tensor,
+    GREEDY: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: BLOCK tokens of one row. logits [rows, vocab]; value, top, token [rows, chunks]: its best."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    z, block_top = perturbed(
+        logits + row * stride, chunk * BLOCK, vocab, row, temperature, floor, keys, GREEDY, TRUNCATED, BLOCK
+    )
+    best, index = tl.max(z, 0, return_indices=True)
+    at = row * chunks + chunk
+    tl.store(value + at, best)
+    tl.store(top + at, block_top)
+    tl.store(token + at, chunk * BLOCK + index)
+
+
+@jit
+def _pick_kernel(
+    value: tl.tensor,
+    top: tl.tensor,
+    token: tl.tensor,
+    temperature: tl.tensor,
+    out: tl.tensor,
+    chunks: tl.tensor,
+    GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: the best of one row's chunks. value, top, token [rows, chunks]; out [rows] int64."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    inside = chunk < chunks
+    at = row * chunks + chunk
+    tops = tl.load(top + at, mask=inside, other=float("-inf"))
+    score = tl.load(value + at, mask=inside, other=float("-inf")) + shifted(tops, row, temperature, GREEDY)
+    best = tl.argmax(score, 0)
+    tl.store(out + row, tl.load(token + row * chunks + best).to(tl.int64))

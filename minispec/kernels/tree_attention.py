@@ -93,13 +93,12 @@ def tree_attention_triton(
     gpu = device(q)
     wide = q.element_size() == 4
     block_d = max(16, power_of_2(head_dim))
-    # large tiles for long chunks, small ones for trees: few idle lanes, and room for the pipeline's buffers
-    largest = (
-        (64 if wide else 128) if block_d <= 64 else (32 if wide else 128) if block_d <= 128 else (16 if wide else 64)
-    )
+    # Large tiles for long chunks, small ones for trees: few idle lanes, and registers for what is loaded ahead. float32
+    # runs on the plain cores, whose layouts need small ones throughout.
+    largest = 16 if wide else 128 if block_d <= 128 else 64
     block_m = max(16, power_of_2(group), min(largest, power_of_2(cdiv(rows, spans) * group)))
-    few_keys = wide or block_d > 128 or (block_m >= 64 and not gpu.hopper)
-    block_n = 16 if wide and block_d > 128 else 32 if few_keys else 64
+    few_keys = block_d > 128 or (block_m >= 64 and not gpu.hopper)
+    block_n = 16 if wide else 32 if few_keys else 64
     blocks = rows // (block_m // group) + spans
     if splits is None:
         splits = _fitting_splits(blocks * kv_heads, width * batch.page_size, gpu.processors)
@@ -141,7 +140,7 @@ def tree_attention_triton(
         WINDOW=batch.window is not None,
         SPLIT=split,
         PRECISION="ieee" if wide else "tf32",  # fp32 means fp32; 16-bit operands ignore it
-        num_warps=8 if block_m * block_d > 8192 else 4,
+        num_warps=8 if block_m >= 128 or (block_m * block_d >= 8192 and block_d > 128) else 4,
         num_stages=2,
     )
     if split:
