@@ -175,10 +175,16 @@ def default_params(folder: Path) -> dict[str, Any]:
     return defaults
 
 
-def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) -> StepCost:
-    """Time forwards of 1 to 32 rows behind a context of ``context`` tokens; warms the kernels up on the way."""
-    sizes = (1, 8, 32)
-    context = max(min(context, runner.kv.k.shape[2] - sizes[-1]), 0)
+def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) -> StepCost | None:
+    """Time forwards of 1 to 32 rows behind a context of ``context`` tokens; warms the kernels up on the way.
+
+    As far as the cache has room; None if it has none to speak of.
+    """
+    positions = runner.kv.k.shape[2]
+    sizes = tuple(n for n in (1, 8, 32) if n <= positions)
+    if len(sizes) < 2:
+        return None
+    context = min(context, positions - sizes[-1])
     pages = range(runner.kv.pages_for(context + sizes[-1]))
     if context:
         runner.forward([Span.chunk([0] * context, pages, 0, sample_last=True)])
