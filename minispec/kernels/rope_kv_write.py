@@ -117,12 +117,12 @@ def _rope_kv_write_kernel(
         inside = (head < kv_heads)[:, None] & (lane < HALF)[None, :]
         first, second = rotated(k + row * k_row, cos, sin, head, k_head, lane, inside, HALF)
         position = tl.load(kv_index + row) * cache_position
-        target = (position + head.to(tl.int64) * cache_head)[:, None] + lane[None, :]
+        entry = (position + head.to(tl.int64) * cache_head)[:, None] + lane[None, :]
         # rounded to the keys' dtype first: a narrower cache then holds the same values whoever writes it
-        tl.store(k_cache + target, first.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=inside)
-        tl.store(k_cache + target + HALF, second.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=inside)
+        tl.store(k_cache + entry, first.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=inside)
+        tl.store(k_cache + entry + HALF, second.to(k.dtype.element_ty).to(k_cache.dtype.element_ty), mask=inside)
         source = v + row * v_row + (head * v_head)[:, None] + lane[None, :]
-        first = tl.load(source, mask=inside, other=0.0)
-        second = tl.load(source + HALF, mask=inside, other=0.0)
-        tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), mask=inside)
-        tl.store(v_cache + target + HALF, second.to(v_cache.dtype.element_ty), mask=inside)
+        value = tl.load(source, mask=inside, other=0.0)
+        rest = tl.load(source + HALF, mask=inside, other=0.0)
+        tl.store(v_cache + entry, value.to(v_cache.dtype.element_ty), mask=inside)
+        tl.store(v_cache + entry + HALF, rest.to(v_cache.dtype.element_ty), mask=inside)
