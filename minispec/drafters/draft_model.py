@@ -211,10 +211,13 @@ class DraftModelDrafter(BaseDrafter):
             [(growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node]) for growth, node in rows],
             device=logits.device,
         )
-        tokens, values = kernels.top_children(logits, sampling, self._noise, self._children)
+        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        tokens, values = kernels.top_children(logits.where(finite, 0.0), sampling, self._noise, self._children)
+        values = values.where(finite, math.nan)
         layer: dict[int, list[int]] = {id(growth): [] for growth in growths}
         for (growth, node), row_tokens, row_values in zip(rows, tokens.tolist(), values.tolist(), strict=True):
-            if any(map(math.isnan, row_values)):
+            if math.isnan(row_values[0]):
                 self._count_invalid()
                 continue
             for token, value in zip(row_tokens, row_values, strict=True):
