@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 from minispec.errors import RequestError
 from minispec.stop import StopMatcher
+from minispec.tree import MAX_NODES, DraftTree
 
 if TYPE_CHECKING:
     from minispec.tokenizer import IncrementalDecoder
+    from minispec.verify import Acceptance
 
 MAX_STOPS = 16
+MAX_TRACE_NODES = 20_000
+"""Tree nodes a request's trace may hold; later steps are left out of it."""
 _GREEDY_BELOW = 1e-4  # logits that close are equal in bf16; dividing by less would only amplify rounding
 
 
@@ -26,6 +30,43 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context limit
     ABORT = "abort"  # the client went away
     ERROR = "error"  # the engine could not go on with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationParams:
+    """How much is drafted for a request. It changes how fast the text comes, never the text.
+
+    Attributes:
+        enabled: False decodes plainly.
+        max_nodes: most tree nodes, root included, that a step verifies for it; None leaves it to the engine.
+        drafters: the loaded drafters that may draft for it, by name; None for all.
+        trace: keep each step's tree with what was accepted (``Request.trace``).
+
+    Raises:
+        RequestError: a value is out of range; ``param`` names it.
+    """
+
+    enabled: bool = True
+    max_nodes: int | None = None
+    drafters: tuple[str, ...] | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "trace"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(
+                    f"speculation.{name} must be true or false, not {value!r}", param=f"speculation.{name}"
+                )
+        if self.max_nodes is not None:
+            _require_int("speculation.max_nodes", self.max_nodes, 1, MAX_NODES)
+        if self.drafters is not None:
+            if isinstance(self.drafters, str) or not all(isinstance(name, str) for name in self.drafters):
+                raise RequestError(
+                    f"speculation.drafters must be a list of names, not {self.drafters!r}",
+                    param="speculation.drafters",
+                )
+            object.__setattr__(self, "drafters", tuple(self.drafters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +82,7 @@ class SamplingParams:
         seed: None draws a fresh one. The same seed gives the same text, alone or in a batch, speculation on or off.
         stop: strings that end the text and are not part of it.
         ignore_eos: go on past end-of-sequence tokens.
+        speculation: how much is drafted for it.
 
     Raises:
         RequestError: a value is out of range; ``param`` names it.
@@ -54,6 +96,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    speculation: SpeculationParams = SpeculationParams()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -128,6 +171,23 @@ class SpeculationStats:
         }
 
 
+@dataclass(frozen=True)
+class TraceStep:
+    """One verification, for pictures and debugging.
+
+    Attributes:
+        tokens: token id per tree node; node 0 is the last token before the step.
+        parents: index of each node's parent; -1 for the root.
+        accepted: the nodes that became text, from the root down, the root included.
+        bonus: the target's own token behind them, or None where the text ended before it.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]
+    bonus: int | None
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt being continued.
@@ -146,6 +206,7 @@ class Request:
         finish_reason: None while running.
         error: what went wrong, for FinishReason.ERROR.
         preemptions: how often it had to give its pages back and start over.
+        trace: its verifications in order, if the parameters ask for them; at most ``MAX_TRACE_NODES`` nodes.
     """
 
     id: str
@@ -161,6 +222,7 @@ class Request:
     error: str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     preemptions: int = 0
+    trace: list[TraceStep] = field(default_factory=list)
     created: float = field(default_factory=time.monotonic)
     first_token: float | None = None
 
@@ -168,6 +230,7 @@ class Request:
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.tokens = list(self.prompt)
         self._matcher = StopMatcher(self.params.stop)
+        self._trace_room = MAX_TRACE_NODES if self.params.speculation.trace else 0
 
     @property
     def output(self) -> list[int]:
@@ -187,6 +250,22 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def may_draft(self, drafter: str) -> bool:
+        """Whether the request lets the drafter of this name draft for it."""
+        chosen = self.params.speculation
+        return chosen.enabled and (chosen.drafters is None or drafter in chosen.drafters)
+
+    def record(self, tree: DraftTree, acceptance: Acceptance, emitted: int) -> None:
+        """Note a verification that appended ``emitted`` tokens, if a trace is wanted and has room."""
+        if len(tree) > self._trace_room:
+            self._trace_room = 0  # a trace has no gaps
+            return
+        self._trace_room -= len(tree)
+        bonus = acceptance.tokens[-1] if emitted == len(acceptance.tokens) else None
+        # of a run that was cut, the tokens that were appended are the nodes behind the root
+        accepted = acceptance.path[: emitted + 1]
+        self.trace.append(TraceStep(tree.tokens, tree.parents, accepted, bonus))
 
     def append(self, tokens: Iterable[int]) -> tuple[list[int], str]:
         """Append a verified run up to and including the token that ends the request.

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from minispec.scheduler import Slot
-from minispec.tree import DraftTree
+from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
 
 
@@ -24,6 +24,23 @@ class Drafter(Protocol):
         """As in ``--draft``."""
 
     @property
+    def members(self) -> Sequence[Drafter]:
+        """The drafters it consists of: itself, or those a union merges. Requests choose among their names
+        (``Request.may_draft``: a union asks for each member), and counters are kept for each."""
+
+    @property
+    def invalid(self) -> int:
+        """Rows it could not draft from, as its model's logits were not finite."""
+
+    @property
+    def depth_limit(self) -> int:
+        """Deepest layer worth growing in the next proposal; the engine sets it on the drafter and on its members, from
+        measured costs. Those that draft in one go need not heed it: what is deeper is cut."""
+
+    @depth_limit.setter
+    def depth_limit(self, depth: int) -> None: ...
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Which of the target's hidden states it reads (``minispec.model.llama.Taps.layers``); mostly none."""
 
@@ -32,6 +49,10 @@ class Drafter(Protocol):
 
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
         """One tree per slot, at most ``max_nodes[i]`` nodes (root included) each; node 0 is the slot's last token."""
+
+    def sources(self, slot: Slot, tree: DraftTree) -> Sequence[tuple[str, ...]]:
+        """Names of the members that proposed each node of ``tree``, which is the slot's last proposal or what was left
+        of it; the root's entry means nothing."""
 
     def observe(self, slot: Slot, features: Tensor) -> None:
         """The tapped hidden states of the slot's rows in the step's forward, if ``taps`` asks for any.
@@ -52,12 +73,21 @@ class BaseDrafter:
 
     name = "none"
     taps: tuple[int, ...] = ()
+    invalid: int = 0
+    depth_limit: int = MAX_NODES
+
+    @property
+    def members(self) -> Sequence[Drafter]:
+        return (self,)
 
     def begin(self, slot: Slot) -> None:
         pass
 
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [DraftTree.root(slot.request.tokens[-1]) for slot in slots]
+
+    def sources(self, slot: Slot, tree: DraftTree) -> Sequence[tuple[str, ...]]:
+        return ((self.name,),) * len(tree)
 
     def observe(self, slot: Slot, features: Tensor) -> None:
         pass
