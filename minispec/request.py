@@ -200,6 +200,7 @@ class Request:
         decoder: turns generated ids into text, or None where no text is wanted (stop strings then cannot match).
         eos_ids: tokens that end the request unless ``params.ignore_eos``.
         limit: most tokens it may generate; the engine lowers it to the room its context has.
+        owner: who asks, as far as texts may be shared: drafters learn from finished outputs of the same owner only.
         seed: key of the request's noise; ``params.seed`` or a random one.
         tokens: prompt and generated ids.
         text: generated text, stop string and held-back tail excluded.
@@ -215,6 +216,7 @@ class Request:
     decoder: IncrementalDecoder | None = None
     eos_ids: frozenset[int] = frozenset()
     limit: int = 0
+    owner: str = ""
     seed: int = field(init=False)
     tokens: list[int] = field(init=False)
     text: str = ""

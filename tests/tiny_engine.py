@@ -9,6 +9,7 @@ import torch
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
 from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.suffix import SuffixDrafter
 from minispec.engine import Engine
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
@@ -46,7 +47,7 @@ def always_wrong(text):
     return [guess, (guess + 1) % VOCAB, (guess + 2) % VOCAB, (guess + 3) % VOCAB], [0, 0, 1, 3]
 
 
-DRAFTERS = ("none", "ngram", "itself", "other", "wrong")
+DRAFTERS = ("none", "ngram", "suffix", "itself", "other", "wrong")
 
 
 def tiny_engine(
@@ -73,5 +74,10 @@ def tiny_engine(
             draft, draft_runner, PagePool(pages), noise, depth=depth, width=width, children=width
         )
     else:
-        drafter = {"none": NoDrafter(), "ngram": NgramDrafter(), "wrong": ScriptedDrafter(always_wrong)}[draft]
+        drafter = {
+            "none": NoDrafter(),
+            "ngram": NgramDrafter(),
+            "suffix": SuffixDrafter(),
+            "wrong": ScriptedDrafter(always_wrong),
+        }[draft]
     return Engine(runner, PagePool(pages), drafter, noise, max_context=max_context, **settings)
