@@ -1,0 +1,260 @@
+"""From settings to an engine: what is refused, with which words, and what is tolerated."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from minispec import hub
+from minispec.config import EngineConfig
+from minispec.drafters.base import NoDrafter
+from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.ngram import NgramDrafter
+from minispec.errors import ConfigError, ModelError
+from minispec.load import default_params, load_engine, measure_step_cost, model_name, preflight
+from minispec.model.llama import Llama
+from minispec.runner import ModelRunner
+from scripted import generate
+from tiny_folders import tiny_folder
+from tokenizers_fixture import BYTE_VOCAB_SIZE, EOS
+
+PAGE_BYTES = 2 * 2 * 2 * 8 * 4 * 8  # keys and values, layers, KV heads, head_dim, float32, positions of a page
+
+
+def config(target, draft="none", **settings) -> EngineConfig:
+    defaults = {"device": "cpu", "dtype": "float32", "max_context": 64, "max_slots": 2, "page_size": 8}
+    return EngineConfig(target=str(target), draft=str(draft), **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "target": tiny_folder(root / "target"),
+        "draft": tiny_folder(root / "draft", seed=1, layers=1),
+        "padded": tiny_folder(root / "padded", seed=1, vocab=320),
+        "longer": tiny_folder(root / "longer", seed=1, vocab=262, extra_tokens=("<|one|>", "<|two|>")),
+        "short-headed": tiny_folder(root / "short-headed", vocab=256),
+        "short": tiny_folder(root / "short", seed=1, max_position=32),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    """A weights directory of its own."""
+    monkeypatch.setenv("MINISPEC_WEIGHTS", str(tmp_path))
+    assert hub.default_weights_dir() == tmp_path
+    return tmp_path
+
+
+def test_a_folder_becomes_an_engine(models):
+    engine = load_engine(config(models["target"], "ngram"))
+    assert engine.name == "target" and engine.eos_ids == {EOS} and engine.max_context == engine.room == 64
+    assert engine.description == {
+        "device": "cpu",
+        "dtype": "float32",
+        "draft": "ngram",
+        "slots": 2,
+        "context": 64,
+        "kv_tokens": 128,
+    }
+    assert engine.step_cost is not None and engine.step_cost(1) > 0
+    assert generate(engine, [1, 2, 3], max_tokens=5).num_output in range(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [("none", NoDrafter), ("ngram", NgramDrafter), ("auto", NgramDrafter), ("draft", DraftModelDrafter)],
+)
+def test_drafters_by_name(models, draft, kind):
+    engine = load_engine(config(models["target"], models.get(draft, draft)))
+    assert type(engine.drafter) is kind
+
+
+@pytest.mark.parametrize(
+    ("tree_budget", "draft", "most", "measured"),
+    [("auto", "ngram", 32, True), ("auto", "none", 32, False), (7, "ngram", 7, False)],
+)
+def test_the_tree_budget(models, tree_budget, draft, most, measured):
+    engine = load_engine(config(models["target"], draft, tree_budget=tree_budget))
+    assert engine.scheduler.max_tree_tokens == most and (engine.step_cost is not None) is measured
+
+
+def test_the_context_is_the_models_own_unless_given(models):
+    assert load_engine(config(models["target"], max_context=None)).max_context == 128
+    assert load_engine(config(models["target"], max_context=128)).max_context == 128
+    with pytest.raises(ConfigError, match=r"max_context 129 is above the model's limit of 128 tokens.* at most 128"):
+        preflight(config(models["target"], max_context=129))
+
+
+def test_an_unknown_model_is_refused_with_what_was_perhaps_meant(weights):
+    tiny_folder(weights / "tiny-llama")
+    for draft in (False, True):
+        given = config("tiny-llama", "tiny-lama") if draft else config("tiny-lama")
+        with pytest.raises(ModelError, match=r"no model 'tiny-lama'.*Did you mean 'tiny-llama'") as caught:
+            preflight(given)
+        assert "minispec pull" in str(caught.value)
+    preflight(config("tiny-llama", "tiny-llama"))
+
+
+def test_a_broken_folder_is_refused_before_weights_are_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Llama, "load", lambda *args, **named: pytest.fail("the weights were read"))
+    good = tiny_folder(tmp_path / "good")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_engine(config(tmp_path))
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-4])
+    for target, draft in ((folder, "none"), (good, folder)):
+        with pytest.raises(ModelError, match=f"cut short: {len(data)} bytes expected, {len(data) - 4} found"):
+            load_engine(config(target, draft))
+    (folder / "model.safetensors").write_bytes(data)
+    (folder / "tokenizer.json").unlink()
+    for target, draft in ((folder, "none"), (good, folder)):
+        with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+            load_engine(config(target, draft))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_engine(config(folder))
+
+
+def test_a_draft_of_another_vocabulary_names_the_first_id_that_differs(models, folder):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    swapped = {97: 98, 98: 97}
+    data["model"]["vocab"] = {text: swapped.get(i, i) for text, i in vocab.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match=r"another vocabulary.*token 97 is b'b' there and b'a' here.*--draft ngram"):
+        preflight(config(models["target"], folder))
+
+
+def test_special_tokens_are_compared_too(models, folder):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["added_tokens"][2]["content"] = "<|other|>"
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match=r"token 258 is b'<\|other\|>' there and b'<\|im_start\|>' here"):
+        preflight(config(models["target"], folder))
+
+
+PAIRS = [
+    ("target", "padded"),
+    ("padded", "draft"),
+    ("target", "longer"),
+    ("longer", "draft"),
+    ("short-headed", "draft"),
+]
+
+
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.2, "seed": 1}], ids=["greedy", "sampled"])
+def test_vocabularies_of_other_lengths_pair(models, target, draft, params, caplog):
+    """Padding rows, last tokens that only one side knows, and a head with fewer rows than the tokenizer has ids."""
+    plain = load_engine(config(models[target]))
+    engine = load_engine(config(models[target], models[draft]))
+    assert engine.drafter._runner.vocab_size <= engine.runner.vocab_size
+    differ = "longer" in (target, draft)
+    expected = "the draft knows 262 tokens, the target 260" if draft == "longer" else "the draft knows 260 tokens, the"
+    assert (expected in caplog.text) is differ
+    for prompt in ([1, 2, 3], [engine.runner.vocab_size - 1, 5] * 4):
+        expected = generate(plain, prompt, max_tokens=30, ignore_eos=True, **params)
+        assert generate(engine, prompt, max_tokens=30, ignore_eos=True, **params).output == expected.output
+    assert engine.stats.drafted > 0
+
+
+def test_padding_is_never_generated(models):
+    engine = load_engine(config(models["padded"]))
+    assert engine.runner.vocab_size == BYTE_VOCAB_SIZE
+    for seed in range(3):
+        assert max(generate(engine, [1], max_tokens=60, temperature=2.0, seed=seed).output) < BYTE_VOCAB_SIZE
+
+
+def test_a_draft_with_a_shorter_context_is_refused_before_weights_are_read(models):
+    with pytest.raises(ConfigError, match="limit of 32 tokens, the target is served with 64; give --max-context 32"):
+        preflight(config(models["target"], models["short"]))
+    preflight(config(models["target"], models["short"], max_context=32))
+
+
+def test_kv_memory(models, caplog):
+    gib = 1 << 30
+    with pytest.raises(ConfigError, match=r"may take 0\.000 GiB, but one page of 8 positions.*raise --kv-memory"):
+        load_engine(config(models["target"], kv_memory=(PAGE_BYTES - 1) / gib))
+    engine = load_engine(config(models["target"], kv_memory=5 * PAGE_BYTES / gib))
+    assert engine.pool.total == 5 and engine.room == 40
+    assert "holds 40 tokens, fewer than the context limit of 64" in caplog.text and "--kv-memory" in caplog.text
+    caplog.clear()
+    # more than what full contexts in all slots need is not taken; a draft's cache counts
+    assert load_engine(config(models["target"], kv_memory=1.0)).pool.total == 16
+    engine = load_engine(config(models["target"], models["target"], kv_memory=8.5 * PAGE_BYTES / gib))
+    assert engine.pool.total == 4 == engine.drafter._pool.total
+    assert "fewer than the context limit" in caplog.text
+
+
+@pytest.mark.parametrize("draft", ["ngram", "draft"])
+def test_the_smallest_of_caches(models, draft):
+    """Fewer positions than the step cost is measured with."""
+    settings = {"max_slots": 1, "max_context": 12, "page_size": 4}
+    engine = load_engine(config(models["target"], models.get(draft, draft), **settings))
+    assert engine.pool.total == 3
+    assert generate(engine, [1, 2, 3], max_tokens=50, ignore_eos=True).num_output == 9
+
+
+@pytest.mark.parametrize(("pages", "measured"), [(1, False), (2, True), (8, True), (9, True), (64, True)])
+def test_the_step_cost_is_measured_within_the_cache(models, pages, measured):
+    runner = ModelRunner(Llama.load(models["target"], device="cpu", dtype=torch.float32), pages=pages, page_size=4)
+    forward, seen = runner.forward, []
+
+    def noted(spans, **more):
+        seen.extend((span.num_cached + span.tree_size, max(span.pages)) for span in spans)
+        return forward(spans, **more)
+
+    runner.forward = noted
+    assert (measure_step_cost(runner) is not None) is measured
+    assert all(positions <= pages * 4 and page < pages for positions, page in seen)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected", "warned"),
+    [
+        (None, {}, 0),
+        ({}, {}, 0),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1}, ..., 0),
+        ({"temperature": 0, "repetition_penalty": 1.1, "eos_token_id": 2}, {"temperature": 0}, 0),
+        ({"temperature": None, "top_p": 0.5}, {"top_p": 0.5}, 0),
+        ({"do_sample": False}, {"temperature": 0.0}, 0),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 50}, {"temperature": 0.0}, 0),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}, 0),
+        ({"temperature": 5.0, "top_p": "high", "top_k": 1.5, "min_p": 0.2}, {"min_p": 0.2}, 3),
+        ([1, 2], {}, 0),
+    ],
+)
+def test_sampling_defaults_of_the_model(tmp_path, generation, expected, warned, caplog):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with caplog.at_level(logging.WARNING):
+        assert default_params(tmp_path) == (generation if expected is ... else expected)
+    assert caplog.text.count("ignoring a default") == warned
+
+
+def test_sampling_defaults_that_cannot_be_read(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"not valid JSON.*download the model again"):
+        default_params(tmp_path)
+
+
+def test_what_a_model_is_called(tmp_path, monkeypatch):
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "file.gguf").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_name(str(tmp_path / "my-model")) == model_name(f"{tmp_path}/my-model/") == "my-model"
+    assert model_name("~/my-model") == "my-model"
+    assert model_name(str(tmp_path / "file.gguf")) == "file"
+    assert model_name("org/name") == "org/name" and model_name("smollm2-135m") == "smollm2-135m"
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert model_name(".") == "my-model"
