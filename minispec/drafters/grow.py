@@ -1,0 +1,262 @@
+"""Trees grown a layer at a time, best-first: what all drafters share that run a model over their own nodes.
+
+The most promising nodes of a layer are run in one forward, and their best children make the next (EAGLE-2: Li et al.
+2024, arXiv 2406.16858, section 4). For sampled requests children are ranked by ``log q + g`` with the target's own
+noise g, which makes them the likeliest to be the target's draw.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from minispec import kernels
+from minispec.batch import Span
+from minispec.drafters.base import BaseDrafter
+from minispec.kv_cache import KVCache, PagePool
+from minispec.sampling import Noise, SamplingBatch
+from minispec.scheduler import Slot
+from minispec.tree import DraftTree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Growth:
+    """A tree while it grows.
+
+    Attributes:
+        tokens, parents, values, depths: as in DraftTree, by node.
+        frontier: the nodes of the last layer that are run next.
+        keys: node → index of its key past the text in the drafter's cache; nodes that were not run have none, nor has
+            the root, which is text.
+        bits: node → the keys it sees, itself included.
+        rows: node of the last frontier run → its row among that forward's samples.
+    """
+
+    slot: Slot
+    max_nodes: int
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    values: list[float] = field(default_factory=lambda: [0.0])
+    depths: list[int] = field(default_factory=lambda: [0])
+    frontier: list[int] = field(default_factory=lambda: [0])
+    keys: dict[int, int] = field(default_factory=dict)
+    bits: dict[int, int] = field(default_factory=lambda: {0: 0})
+    rows: dict[int, int] = field(default_factory=dict)
+
+    def span(self, pages: Sequence[int], num_cached: int, offset: int = 0) -> Span:
+        """The frontier as rows behind the nodes run before; all are sampled.
+
+        Args:
+            pages, num_cached: of the drafter's cache; the root is its last cached row.
+            offset: position of the cache's first row.
+        """
+        first = len(self.keys)
+        for key, node in enumerate(self.frontier, first):
+            self.keys[node] = key
+            self.bits[node] = self.bits[self.parents[node]] | 1 << key
+        return Span(
+            [self.tokens[node] for node in self.frontier],
+            pages,
+            num_cached,
+            [offset + self.depths[node] - 1 for node in self.frontier],
+            [self.bits[node] for node in self.frontier],
+            range(len(self.frontier)),
+            first_key=first,
+        )
+
+    def tree(self) -> DraftTree:
+        """The best ``max_nodes`` nodes: closed under taking the parent, as values fall along a path."""
+        # the sort is stable and parents precede children, so ties keep the parent first
+        order = sorted(range(len(self.tokens)), key=lambda node: -self.values[node])
+        kept = sorted(order[: self.max_nodes])
+        index = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        return DraftTree(
+            tuple(self.tokens[node] for node in kept),
+            tuple(index[self.parents[node]] for node in kept),
+            tuple(self.values[node] for node in kept),
+        )
+
+
+@dataclass
+class CacheState:
+    """What a drafter's own cache holds of one slot.
+
+    Attributes:
+        pages: pages of the drafter's pool.
+        num_cached: rows of text in its cache.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+
+State = TypeVar("State", bound=CacheState)
+
+
+class GrowingDrafter(BaseDrafter, Generic[State]):
+    """Reads the text it has not cached yet, then grows a tree; as many forwards as the tree is deep, for all slots.
+
+    Subclasses say how their model is run: ``_new_state``, ``_num_pending``, ``_read`` and ``_run``.
+
+    Attributes:
+        invalid: rows whose logits were not finite; they get no children.
+
+    Args:
+        name: as in ``--draft``.
+        kv, pool: the drafter's cache and its pages.
+        noise: the target's noise source, shared.
+        depth: layers to grow.
+        width: nodes of a layer that are run to make the next.
+        children: children considered per node.
+        chunk: most rows of text read in one step, so that a long prompt delays nobody's step by more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kv: KVCache,
+        pool: PagePool,
+        noise: Noise,
+        *,
+        depth: int,
+        width: int,
+        children: int,
+        chunk: int,
+    ) -> None:
+        self.name = name
+        self.invalid = 0
+        self._kv = kv
+        self._pool = pool
+        self._noise = noise
+        self._depth = depth
+        self._width = width
+        self._children = children
+        self._chunk = chunk
+        self._states: dict[Slot, State] = {}
+
+    def begin(self, slot: Slot) -> None:
+        self._states[slot] = self._new_state()
+
+    def end(self, slot: Slot) -> None:
+        self._pool.release(self._states.pop(slot).pages)
+
+    def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
+        growths = {
+            slot: Growth(slot, count, [slot.request.tokens[-1]])
+            for slot, count in zip(slots, max_nodes, strict=True)
+            if count > 1
+        }
+        growing = self._catch_up(list(growths.values()))
+        layers = min(self._depth, self.depth_limit)
+        for depth in range(1, layers + 1):
+            # a layer pays only if its nodes can be both kept and used: the tokens of a walk are one more than its depth
+            growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
+            if not growing or depth == layers:
+                break
+            self._add_children(growing, self._run(growing))
+        return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
+
+    def _new_state(self) -> State:
+        raise NotImplementedError
+
+    def _num_pending(self, slot: Slot) -> int:
+        """Rows of the slot's text that the cache lacks, its last token's included."""
+        raise NotImplementedError
+
+    def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
+        """Run (slot, count, whether these are all): its next ``count`` pending rows, whose pages are reserved.
+
+        Returns:
+            [slots whose text is complete, vocab] float32 logits after their last token.
+        """
+        raise NotImplementedError
+
+    def _run(self, growths: Sequence[Growth]) -> Tensor:
+        """Run the frontiers (``Growth.span``): [frontier nodes, vocab] float32 logits, in order."""
+        raise NotImplementedError
+
+    def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
+        return kernels.top_children(logits, sampling, self._noise, self._children)
+
+    def _catch_up(self, growths: Sequence[Growth]) -> list[Growth]:
+        """Read the text that is not cached; returns the trees ready to grow, with their first layer."""
+        reads: list[tuple[Slot, int, bool]] = []
+        ready = []
+        room = self._chunk
+        # the shortest first: those that draft already go on while a long prompt is read
+        for growth in sorted(growths, key=lambda growth: self._num_pending(growth.slot)):
+            slot, state = growth.slot, self._states[growth.slot]
+            pending = self._num_pending(slot)
+            count = min(pending, max(room, 1))
+            # room for every node that can be run: a layer of `width` nodes per depth
+            tree_keys = self._width * (self._depth - 1)
+            if not self._extend(state, state.num_cached + count + tree_keys):
+                continue
+            reads.append((slot, count, count == pending))
+            if count == pending:
+                ready.append(growth)
+            room -= count
+            if room <= 0:
+                break
+        if not reads:
+            return []
+        logits = self._read(reads)
+        for slot, count, _ in reads:
+            self._states[slot].num_cached += count
+        self._add_children(ready, logits)
+        return ready
+
+    def _add_children(self, growths: Sequence[Growth], logits: Tensor) -> None:
+        """Add the best children of every frontier node, and make the best new nodes the next frontier."""
+        if not growths:
+            return
+        nodes = [(growth, node) for growth in growths for node in growth.frontier]
+        sampling = SamplingBatch.build(
+            [(growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node]) for growth, node in nodes],
+            device=logits.device,
+        )
+        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        best, scores = self._best_children(logits.where(finite, 0.0), sampling)
+        rows = iter(zip(best.tolist(), scores.where(finite, math.nan).tolist(), strict=True))
+        row = 0
+        for growth in growths:
+            first = len(growth.tokens)
+            growth.rows = {node: row + i for i, node in enumerate(growth.frontier)}
+            row += len(growth.frontier)
+            for node in growth.frontier:
+                tokens, values = next(rows)
+                if math.isnan(values[0]):
+                    self._count_invalid()
+                    continue
+                for token, value in zip(tokens, values, strict=True):
+                    if value == -math.inf:  # outside the request's top-k, top-p or min-p: the target cannot draw it
+                        break
+                    growth.tokens.append(token)
+                    growth.parents.append(node)
+                    growth.values.append(growth.values[node] + min(value, 0.0))
+                    growth.depths.append(growth.depths[node] + 1)
+            layer = range(first, len(growth.tokens))
+            growth.frontier = sorted(layer, key=lambda n, values=growth.values: -values[n])[: self._width]  # type: ignore[misc]
+
+    def _extend(self, state: CacheState, positions: int) -> bool:
+        """Grow the pages to cover ``positions``; False, and nothing changes, if too few are free."""
+        missing = self._kv.pages_for(positions) - len(state.pages)
+        if missing > self._pool.free:
+            return False
+        if missing > 0:
+            state.pages += self._pool.allocate(missing, state.pages[-1] + 1 if state.pages else 0)
+        return True
+
+    def _count_invalid(self) -> None:
+        if not self.invalid:
+            logger.warning("the draft %s gives logits that are not finite; such rows are not drafted from", self.name)
+        self.invalid += 1
