@@ -58,7 +58,7 @@ def test_staggered_batches(draft, batch, mode):
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("depth", [1, 2, 4, 7])
-@pytest.mark.parametrize("draft", ["itself", "other"])
+@pytest.mark.parametrize("draft", ["itself", "other", "layers"])
 def test_every_shape_of_tree(draft, depth, width):
     texts = prompts(6, seed=1)
     for mode in (GREEDY, SAMPLED):

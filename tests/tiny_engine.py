@@ -8,8 +8,10 @@ import torch
 
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.layer_skip import LayerSkipDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
+from minispec.drafters.union import UnionDrafter
 from minispec.engine import Engine
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
@@ -47,7 +49,18 @@ def always_wrong(text):
     return [guess, (guess + 1) % VOCAB, (guess + 2) % VOCAB, (guess + 3) % VOCAB], [0, 0, 1, 3]
 
 
-DRAFTERS = ("none", "ngram", "suffix", "itself", "other", "wrong")
+DRAFTERS = (
+    "none",
+    "ngram",
+    "suffix",
+    "layers",
+    "itself",
+    "other",
+    "wrong",
+    "suffix+ngram",
+    "ngram+itself",
+    "layers+suffix+other",
+)
 
 
 def tiny_engine(
@@ -60,24 +73,35 @@ def tiny_engine(
     width: int = 4,
     **settings,
 ) -> Engine:
-    """An engine over tiny_model(0), with a drafter by name. ``itself`` drafts with the target's own weights."""
-    runner = ModelRunner(tiny_model(0), pages=pages, page_size=page_size)
+    """An engine over tiny_model(0), with a drafter by name, or several joined by ``+``.
+
+    ``itself`` drafts with the target's own weights, ``layers`` with its first layer.
+    """
+    runner = poisoned_runner(tiny_model(0), pages, page_size)
+    noise = Noise(VOCAB)
+    shape = {"depth": depth, "width": width, "children": width}
+
+    def drafter(name: str) -> Drafter:
+        if name in ("itself", "other"):
+            model = tiny_model(0 if name == "itself" else 1)
+            return DraftModelDrafter(name, poisoned_runner(model, pages, page_size), PagePool(pages), noise, **shape)
+        if name == "layers":
+            return LayerSkipDrafter(runner, num_layers=2, layers=1, noise=noise, **shape)
+        return {
+            "none": NoDrafter,
+            "ngram": NgramDrafter,
+            "suffix": SuffixDrafter,
+            "wrong": lambda: ScriptedDrafter(always_wrong),
+        }[name]()
+
+    members = [drafter(name) for name in draft.split("+")]
+    whole = members[0] if len(members) == 1 else UnionDrafter(members)
+    return Engine(runner, PagePool(pages), whole, noise, max_context=max_context, **settings)
+
+
+def poisoned_runner(model: Llama, pages: int, page_size: int) -> ModelRunner:
+    """A runner whose cache spoils whatever reads it before it is written."""
+    runner = ModelRunner(model, pages=pages, page_size=page_size)
     runner.kv.k.fill_(float("nan"))
     runner.kv.v.fill_(float("nan"))
-    noise = Noise(VOCAB)
-    drafter: Drafter
-    if draft in ("itself", "other"):
-        draft_runner = ModelRunner(tiny_model(0 if draft == "itself" else 1), pages=pages, page_size=page_size)
-        draft_runner.kv.k.fill_(float("nan"))
-        draft_runner.kv.v.fill_(float("nan"))
-        drafter = DraftModelDrafter(
-            draft, draft_runner, PagePool(pages), noise, depth=depth, width=width, children=width
-        )
-    else:
-        drafter = {
-            "none": NoDrafter(),
-            "ngram": NgramDrafter(),
-            "suffix": SuffixDrafter(),
-            "wrong": ScriptedDrafter(always_wrong),
-        }[draft]
-    return Engine(runner, PagePool(pages), drafter, noise, max_context=max_context, **settings)
+    return runner
