@@ -89,6 +89,7 @@ class NgramDrafter(BaseDrafter):
                 for counts in (text, self._rates):
                     counts.tries[agreement] += 1
                     counts.hits[agreement] += child == token
+        text.agreement.clear()  # the next tree may come without this drafter having been asked
 
     def _propose(self, slot: Slot, max_nodes: int) -> DraftTree:
         tokens, text = slot.request.tokens, self._texts[slot]

@@ -105,6 +105,7 @@ class SuffixDrafter(BaseDrafter):
                 state.rates.record(guess.kind, child == token, guess.share)
                 if child == token and guess.text is not None:
                     self._finished.touch(guess.text)
+        state.guesses.clear()  # the next tree may come without this drafter having been asked
 
     def _propose(self, slot: Slot, max_nodes: int) -> DraftTree:
         state, tokens = self._states[slot], slot.request.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,15 +29,18 @@ class _State:
         success: per member, the accepted nodes that it proposed, averaged over recent verifications.
         guesses: per node of the last proposal, by its path of tokens: (member, probability after its parent) of all
             members that proposed it.
+        asked: the members that took part in it.
     """
 
     rates: Rates
     success: list[float]
     guesses: dict[tuple[int, ...], list[tuple[int, float]]] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
 
 
 class UnionDrafter(BaseDrafter):
-    """Asks every member that the request allows and merges the answers: the same token after the same path is one node.
+    """Asks every member that the request and the budget allow, and merges the answers: the same token after the same
+    path is one node.
 
     A member's path values are its own estimates and need not be comparable with another's. So each probability of a
     child after its parent is corrected by what came of such guesses of that member, a node counts as the likeliest that
@@ -84,9 +88,12 @@ class UnionDrafter(BaseDrafter):
                 for slot, count in zip(slots, max_nodes, strict=True)
                 if slot.request.may_draft(member.name)
             ]
-            if not asked:
+            if not asked or not member.depth_limit:
                 continue
-            for (slot, _), tree in zip(asked, member.propose(*zip(*asked, strict=True)), strict=True):
+            begin = time.perf_counter()
+            trees = member.propose(*zip(*asked, strict=True))
+            member.seconds = time.perf_counter() - begin
+            for (slot, _), tree in zip(asked, trees, strict=True):
                 proposals[slot].append((m, tree))
         return [self._merge(slot, proposals[slot], count) for slot, count in zip(slots, max_nodes, strict=True)]
 
@@ -105,15 +112,16 @@ class UnionDrafter(BaseDrafter):
         """Count what came of every guess at a child of an accepted node. Members see the merged tree."""
         state = self._states[slot]
         paths = _paths(tree)
-        right = [0] * len(self._members)
+        right = [0] * len(self._members)  # accepted nodes that each had proposed
         for node, token in zip(acceptance.path, acceptance.tokens, strict=True):
             for child, index in tree.children[node].items():
                 for m, probability in state.guesses.get(paths[index], ()):
                     state.rates.record(self._kind(m, probability), child == token)
                     right[m] += child == token
-        if len(tree) > 1:
+        for m in state.asked:
             for success in (state.success, self._success):
-                success[:] = [_MEMORY * old + (1 - _MEMORY) * new for old, new in zip(success, right, strict=True)]
+                success[m] = _MEMORY * success[m] + (1 - _MEMORY) * right[m]
+        state.asked.clear()
         for member in self._members:
             member.accept(slot, tree, acceptance)
 
@@ -132,6 +140,7 @@ class UnionDrafter(BaseDrafter):
 
     def _merge(self, slot: Slot, proposals: Sequence[tuple[int, DraftTree]], max_nodes: int) -> DraftTree:
         state = self._states[slot]
+        state.asked = [m for m, _ in proposals]
         nodes: dict[tuple[int, ...], list[tuple[int, float]]] = {(): []}  # parents before their children
         for m, tree in proposals:
             for i, path in enumerate(_paths(tree)):

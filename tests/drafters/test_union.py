@@ -143,6 +143,40 @@ def test_a_request_chooses_among_members():
     assert len(union.propose([none], [8])[0]) == 1
 
 
+def test_a_member_at_depth_0_is_left_out_and_keeps_its_standing():
+    a, b = Fixed("a", [1], [0]), Fixed("b", [2], [0])
+    union, slot = begun(a, b)
+    b.depth_limit = 0
+    for _ in range(50):
+        [tree] = union.propose([slot], [8])
+        assert paths(tree) == {(1,)}
+        union.accept(slot, tree, verify(tree, [1] * len(tree)))
+    assert b.asked == []
+    b.depth_limit = 4
+    union.propose([slot], [8])
+    assert b.asked == [(8,)]
+    assert a.seconds > 0 and b.seconds > 0
+
+
+@pytest.mark.parametrize("cheap", [NgramDrafter, SuffixDrafter])
+def test_a_member_left_out_learns_nothing_from_others(cheap):
+    """Its last proposal is over, though the others propose the same again."""
+    lookup = cheap()
+    union = UnionDrafter([lookup, Fixed("b", [6, 7], [0, 1])])
+    slot = Slot(0, Request("r", (5, 6, 7, 5), SamplingParams(), limit=100))
+    union.begin(slot)
+    [tree] = union.propose([slot], [8])
+    wrong = verify(tree, [9] * len(tree))
+    union.accept(slot, tree, wrong)
+    lookup.depth_limit = 0
+    for _ in range(50):
+        [tree] = union.propose([slot], [8])
+        union.accept(slot, tree, wrong)
+    lookup.depth_limit = 4
+    [tree] = lookup.propose([slot], [8])
+    assert math.exp(tree.values[1]) > 0.05
+
+
 def test_members_get_the_hidden_states_they_tap():
     a, b, c = Fixed("a", taps=(1, 4)), Fixed("b"), Fixed("c", taps=(2, 4))
     union, slot = begun(a, b, c)
