@@ -97,8 +97,7 @@ def tree_attention_triton(
     # runs on the plain cores, whose layouts need small ones throughout.
     largest = 16 if wide else 128 if block_d <= 128 else 64
     block_m = max(16, power_of_2(group), min(largest, power_of_2(cdiv(rows, spans) * group)))
-    few_keys = block_d > 128 or (block_m >= 64 and not gpu.hopper)
-    block_n = 16 if wide else 32 if few_keys else 64
+    block_n = 16 if wide else (64 if block_d <= 128 else 32) >> (block_m >= 32 and not gpu.hopper)
     blocks = rows // (block_m // group) + spans
     if splits is None:
         splits = _fitting_splits(blocks * kv_heads, width * batch.page_size, gpu.processors)
