@@ -18,7 +18,7 @@ from minispec.verify import Acceptance
 
 
 @dataclass
-class _State(CacheState):
+class DraftState(CacheState):
     """The draft's view of one slot.
 
     Attributes:
@@ -29,7 +29,7 @@ class _State(CacheState):
     run: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
-class DraftModelDrafter(GrowingDrafter[_State]):
+class DraftModelDrafter(GrowingDrafter[DraftState]):
     """Drafts with a model that has its own paged KV; as many forwards as the tree is deep.
 
     Args:
@@ -69,18 +69,26 @@ class DraftModelDrafter(GrowingDrafter[_State]):
         state.num_cached += len(path)
         state.run.clear()
 
-    def _new_state(self) -> _State:
-        return _State()
+    def _new_state(self) -> DraftState:
+        return DraftState()
+
+    def _text(self, slot: Slot) -> Sequence[int]:
+        """The slot's text in the draft's ids."""
+        return slot.request.tokens
+
+    def _span(self, growth: Growth, pages: Sequence[int], num_cached: int) -> Span:
+        """The frontier's rows, in the draft's ids."""
+        return growth.span(pages, num_cached)
 
     def _num_pending(self, slot: Slot) -> int:
-        return len(slot.request.tokens) - self._states[slot].num_cached
+        return len(self._text(slot)) - self._states[slot].num_cached
 
     def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
         spans = []
         for slot, count, complete in reads:
             state = self._states[slot]
             state.run.clear()
-            pending = slot.request.tokens[state.num_cached : state.num_cached + count]
+            pending = self._text(slot)[state.num_cached : state.num_cached + count]
             # ids that only the target knows (a longer vocabulary) are read as some other token: worse drafts, no harm
             known = [token if token < self._runner.vocab_size else 0 for token in pending]
             spans.append(Span.chunk(known, state.pages, state.num_cached, sample_last=complete))
@@ -90,7 +98,7 @@ class DraftModelDrafter(GrowingDrafter[_State]):
         spans = []
         for growth in growths:
             state = self._states[growth.slot]
-            spans.append(growth.span(state.pages, state.num_cached))
+            spans.append(self._span(growth, state.pages, state.num_cached))
             for node in growth.frontier:
                 parent = growth.keys.get(growth.parents[node], -1)
                 state.run[parent, growth.tokens[node]] = growth.keys[node]
