@@ -19,6 +19,7 @@ from minispec import kernels
 from minispec.batch import Span
 from minispec.drafters.base import BaseDrafter
 from minispec.kv_cache import KVCache, PagePool
+from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
@@ -100,13 +101,58 @@ class CacheState:
 State = TypeVar("State", bound=CacheState)
 
 
-class GrowingDrafter(BaseDrafter, Generic[State]):
-    """Reads the text it has not cached yet, then grows a tree; as many forwards as the tree is deep, for all slots.
-
-    Subclasses say how their model is run: ``_new_state``, ``_num_pending``, ``_read`` and ``_run``.
+class RankingDrafter(BaseDrafter):
+    """A drafter that ranks a model's logits.
 
     Attributes:
         invalid: rows whose logits were not finite; they get no children.
+    """
+
+    def __init__(self, name: str, noise: Noise, children: int) -> None:
+        """Args:
+        name: as in ``--draft``.
+        noise: the target's noise source, shared.
+        children: children considered per node.
+        """
+        self.name = name
+        self.invalid = 0
+        self._noise = noise
+        self._children = children
+
+    def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
+        return kernels.top_children(logits, sampling, self._noise, self._children)
+
+    def _rank(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> list[list[tuple[int, float]]]:
+        """(token, log-probability) of each row's children, best first; none for a row that is not finite.
+
+        Args:
+            rows: request, and position of the children.
+            logits: [rows, vocab] float32.
+        """
+        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        sampling = SamplingBatch.build(rows, device=logits.device)
+        tokens, values = self._best_children(logits.where(finite, 0.0), sampling)
+        ranked = []
+        for row_tokens, row_values in zip(tokens.tolist(), values.where(finite, math.nan).tolist(), strict=True):
+            if math.isnan(row_values[0]):
+                self._count_invalid()
+                row_values = []
+            # -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
+            ranked.append([(t, min(v, 0.0)) for t, v in zip(row_tokens, row_values, strict=False) if v > -math.inf])
+        return ranked
+
+    def _count_invalid(self) -> None:
+        if not self.invalid:
+            logger.warning("the draft %s gives logits that are not finite; such rows are not drafted from", self.name)
+        self.invalid += 1
+
+
+class GrowingDrafter(RankingDrafter, Generic[State]):
+    """Reads the text it has not cached yet, then grows a tree; as many forwards as the tree is deep, for all slots.
+
+    Subclasses say how their model is run: ``_new_state``, ``_num_pending``, ``_read`` and ``_run``.
 
     Args:
         name: as in ``--draft``.
@@ -130,14 +176,11 @@ class GrowingDrafter(BaseDrafter, Generic[State]):
         children: int,
         chunk: int,
     ) -> None:
-        self.name = name
-        self.invalid = 0
+        super().__init__(name, noise, children)
         self._kv = kv
         self._pool = pool
-        self._noise = noise
         self._depth = depth
         self._width = width
-        self._children = children
         self._chunk = chunk
         self._states: dict[Slot, State] = {}
 
@@ -182,10 +225,6 @@ class GrowingDrafter(BaseDrafter, Generic[State]):
         """Run the frontiers (``Growth.span``): [frontier nodes, vocab] float32 logits, in order."""
         raise NotImplementedError
 
-    def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
-        return kernels.top_children(logits, sampling, self._noise, self._children)
-
     def _catch_up(self, growths: Sequence[Growth]) -> list[Growth]:
         """Read the text that is not cached; returns the trees ready to grow, with their first layer."""
         reads: list[tuple[Slot, int, bool]] = []
@@ -195,6 +234,8 @@ class GrowingDrafter(BaseDrafter, Generic[State]):
         for growth in sorted(growths, key=lambda growth: self._num_pending(growth.slot)):
             slot, state = growth.slot, self._states[growth.slot]
             pending = self._num_pending(slot)
+            if pending == 0:  # nothing to begin from: the row of the last token is not known
+                continue
             count = min(pending, max(room, 1))
             # room for every node that can be run: a layer of `width` nodes per depth
             tree_keys = self._width * (self._depth - 1)
@@ -219,33 +260,21 @@ class GrowingDrafter(BaseDrafter, Generic[State]):
         if not growths:
             return
         nodes = [(growth, node) for growth in growths for node in growth.frontier]
-        sampling = SamplingBatch.build(
-            [(growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node]) for growth, node in nodes],
-            device=logits.device,
-        )
-        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
-        finite = logits.amax(-1, keepdim=True).isfinite()
-        best, scores = self._best_children(logits.where(finite, 0.0), sampling)
-        rows = iter(zip(best.tolist(), scores.where(finite, math.nan).tolist(), strict=True))
+        rows = [(growth.slot.request, len(growth.slot.request.tokens) + growth.depths[node]) for growth, node in nodes]
+        ranked = iter(self._rank(rows, logits))
         row = 0
         for growth in growths:
             first = len(growth.tokens)
             growth.rows = {node: row + i for i, node in enumerate(growth.frontier)}
             row += len(growth.frontier)
             for node in growth.frontier:
-                tokens, values = next(rows)
-                if math.isnan(values[0]):
-                    self._count_invalid()
-                    continue
-                for token, value in zip(tokens, values, strict=True):
-                    if value == -math.inf:  # outside the request's top-k, top-p or min-p: the target cannot draw it
-                        break
+                for token, value in next(ranked):
                     growth.tokens.append(token)
                     growth.parents.append(node)
-                    growth.values.append(growth.values[node] + min(value, 0.0))
+                    growth.values.append(growth.values[node] + value)
                     growth.depths.append(growth.depths[node] + 1)
             layer = range(first, len(growth.tokens))
-            growth.frontier = sorted(layer, key=lambda n, values=growth.values: -values[n])[: self._width]  # type: ignore[misc]
+            growth.frontier = sorted(layer, key=growth.values.__getitem__, reverse=True)[: self._width]
 
     def _extend(self, state: CacheState, positions: int) -> bool:
         """Grow the pages to cover ``positions``; False, and nothing changes, if too few are free."""
@@ -255,8 +284,3 @@ class GrowingDrafter(BaseDrafter, Generic[State]):
         if missing > 0:
             state.pages += self._pool.allocate(missing, state.pages[-1] + 1 if state.pages else 0)
         return True
-
-    def _count_invalid(self) -> None:
-        if not self.invalid:
-            logger.warning("the draft %s gives logits that are not finite; such rows are not drafted from", self.name)
-        self.invalid += 1

@@ -1,0 +1,174 @@
+"""Drafting with an EAGLE head (Li et al.: arXiv 2401.15077, 2406.16858, 2503.01840); the head itself is in eagle_head.
+
+The head's cache holds a row per target position that has a hidden state: the row of position i was computed from the
+token at i + 1. While decoding these are all positions but the root's own, so the root's row is the last, and its g
+begins the tree. Rows of drafted tokens stand on the head's own guesses; what is accepted of them is computed again from
+the target's hidden states, with the next proposal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minispec import kernels
+from minispec.batch import Span, StepBatch
+from minispec.drafters.eagle_head import EagleHead
+from minispec.drafters.grow import CacheState, GrowingDrafter, Growth
+from minispec.kv_cache import KVCache, PagePool
+from minispec.sampling import Noise, SamplingBatch
+from minispec.scheduler import Slot
+from minispec.tree import DraftTree
+from minispec.verify import Acceptance
+
+_RAW_ROWS = 64
+"""Rows of tapped hidden states kept as they came: several times wider than fused ones, but fused better together."""
+
+
+@dataclass
+class _State(CacheState):
+    """The head's view of one slot. Once the text has grown, first + num_cached + fused rows + raw rows equals the
+    slot's num_cached.
+
+    Attributes:
+        first: position of the first cached row. Not 0 where the slot began on pages that another request filled: the
+            target's hidden states there are not known, and the head's attention begins behind them.
+        fused: ``EagleHead.fuse``'d rows that the cache lacks; [rows, hidden] each.
+        raw: rows behind those, as tapped.
+        tree: rows of the nodes of the tree under verification, as tapped.
+    """
+
+    first: int | None = None
+    fused: list[Tensor] = field(default_factory=list)
+    raw: list[Tensor] = field(default_factory=list)
+    tree: Tensor | None = None
+
+
+class EagleDrafter(GrowingDrafter[_State]):
+    """Drafts with an EAGLE head that has its own paged KV; as many forwards of the head as the tree is deep.
+
+    Args:
+        name: as in ``--draft``.
+        head: the head; ``taps`` are its.
+        noise: the target's noise source, shared.
+        pages, page_size: of the head's cache, one layer per decoder layer of the head.
+        depth, width, children, chunk: see ``GrowingDrafter``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        head: EagleHead,
+        noise: Noise,
+        *,
+        pages: int,
+        page_size: int,
+        depth: int = 5,
+        width: int = 6,
+        children: int = 6,
+        chunk: int = 256,
+    ) -> None:
+        shape = head.config.layer
+        kv = KVCache(
+            layers=shape.num_layers,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            pages=pages,
+            page_size=page_size,
+            dtype=head.dtype,
+            device=head.device,
+        )
+        children = min(children, head.vocabulary.size)
+        super().__init__(name, kv, PagePool(pages), noise, depth=depth, width=width, children=children, chunk=chunk)
+        self.taps = head.config.taps
+        self._head = head
+        self._scale = shape.head_dim**-0.5
+        # [rows, hidden]: g of the rows sampled in the last forward
+        self._hidden = torch.empty(0, shape.hidden_size, dtype=head.dtype, device=head.device)
+
+    def observe(self, slot: Slot, features: Tensor) -> None:
+        state = self._states[slot]
+        if state.first is None:
+            state.first = slot.num_cached
+        if slot.decoding:
+            state.tree = features
+        else:
+            with torch.inference_mode():
+                state.fused.append(self._head.fuse(features))
+
+    def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
+        """Keep the target's hidden states along the path; the nodes' own rows in the cache are dead."""
+        state = self._states[slot]
+        assert state.tree is not None, "the step was not observed"
+        path = torch.tensor(acceptance.path, device=state.tree.device)
+        # a slot that is not drafted for goes on collecting
+        if sum(map(len, state.raw)) >= _RAW_ROWS:
+            with torch.inference_mode():
+                state.fused.append(self._head.fuse(torch.cat(state.raw)))
+            state.raw.clear()
+        state.raw.append(state.tree[path])
+        state.tree = None
+
+    def _new_state(self) -> _State:
+        return _State()
+
+    def _num_pending(self, slot: Slot) -> int:
+        state = self._states[slot]
+        return sum(map(len, state.fused)) + sum(map(len, state.raw))
+
+    @torch.inference_mode()
+    def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
+        states = [self._states[slot] for slot, _, _ in reads]
+        raw = [part for state in states for part in state.raw]
+        if raw:
+            fused = self._head.fuse(torch.cat(raw)).split([sum(map(len, state.raw)) for state in states])
+            for state, rows in zip(states, fused, strict=True):
+                if len(rows):
+                    state.fused.append(rows)
+                state.raw.clear()
+        spans, hidden = [], []
+        for state, (slot, count, complete) in zip(states, reads, strict=True):
+            pending = torch.cat(state.fused)
+            hidden.append(pending[:count])
+            state.fused = [pending[count:]] if count < len(pending) else []
+            start = (state.first or 0) + state.num_cached
+            tokens = slot.request.tokens[start + 1 : start + 1 + count]
+            span = Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete)
+            spans.append(_moved(span, state.first or 0))
+        return self._forward(spans, torch.cat(hidden))
+
+    @torch.inference_mode()
+    def _run(self, growths: Sequence[Growth]) -> Tensor:
+        rows = [growth.rows[growth.parents[node]] for growth in growths for node in growth.frontier]
+        spans = []
+        for growth in growths:
+            state = self._states[growth.slot]
+            spans.append(growth.span(state.pages, state.num_cached, state.first or 0))
+        return self._forward(spans, self._hidden[torch.tensor(rows, device=self._hidden.device)])
+
+    def _forward(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
+        """Run rows on [rows, hidden]; keeps g of the sampled rows and returns their logits."""
+        batch = StepBatch.build(spans, self._kv.page_size, self._head.device)
+        cos, sin = self._head.rope.cos_sin(batch.positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
+            q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
+            return kernels.tree_attention(q, k_cache, v_cache, batch, self._scale)
+
+        self._hidden = self._head.forward(batch.tokens, hidden, attend)[batch.sample_rows]
+        return self._head.logits(self._hidden)
+
+    def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+        return self._head.vocabulary.best_children(logits, sampling, self._noise, self._children)
+
+
+def _moved(span: Span, offset: int) -> Span:
+    """The span ``offset`` positions further on, in the same places of the cache."""
+    if not offset:
+        return span
+    depths = [offset + depth for depth in span.depths]
+    return Span(span.tokens, span.pages, span.num_cached, depths, span.ancestors, span.samples, span.first_key)

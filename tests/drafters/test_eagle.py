@@ -1,0 +1,531 @@
+"""EAGLE heads: every published layout against the formula, and their life beside the target."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minispec.batch import Span
+from minispec.drafters.base import NoDrafter
+from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.eagle_head import EagleConfig, load_eagle_head
+from minispec.drafters.heads import EAGLE, EAGLE3, head_kind, load_head
+from minispec.engine import Engine
+from minispec.errors import ModelError
+from minispec.kv_cache import PagePool
+from minispec.model.llama import Llama, Taps
+from minispec.request import SamplingParams
+from minispec.runner import ModelRunner
+from minispec.sampling import Noise
+from minispec.scheduler import Slot
+from minispec.tree import DraftTree
+from scripted import run
+from tiny_engine import VOCAB, tiny_model
+from tiny_heads import DRAFT_VOCAB, EAGLE_LAYOUTS, HIDDEN, eagle_folder, eagle_formula
+
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+LAYOUTS = pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+EAGLE3_LAYOUT = "eagle3-authors"
+
+
+class Watched(EagleDrafter):
+    """Notes the logits behind every node it asked for, and the forwards of its head."""
+
+    def __init__(self, *more, **named) -> None:
+        super().__init__(*more, **named)
+        self._kv.k.fill_(float("nan"))
+        self._kv.v.fill_(float("nan"))
+        self.rows: list[int] = []
+        self.seen: dict[tuple, torch.Tensor] = {}
+
+    def _forward(self, spans, hidden):
+        self.rows.append(len(hidden))
+        return super()._forward(spans, hidden)
+
+    def _add_children(self, growths, logits):
+        row = 0
+        for growth in growths:
+            for node in growth.frontier:
+                path, at = [], node
+                while at:
+                    path.insert(0, growth.tokens[at])
+                    at = growth.parents[at]
+                self.seen[(*growth.slot.request.tokens,), (*path,)] = logits[row].clone()
+                row += 1
+        assert row == len(logits)
+        super()._add_children(growths, logits)
+
+
+class Prompted(Watched):
+    """Proposes, before its own nodes, the true continuation for some way and then something wrong."""
+
+    texts: dict[tuple[int, ...], list[int]] = {}  # noqa: RUF012
+    rng = random.Random(0)
+
+    def propose(self, slots, max_nodes):
+        trees = super().propose(slots, max_nodes)
+        result = []
+        for slot, count, tree in zip(slots, max_nodes, trees, strict=True):
+            done = len(slot.request.output)
+            right = self.texts[slot.request.prompt][done : done + self.rng.randrange(5)]
+            chain = [*right, (self.texts[slot.request.prompt][done : done + 1] or [0])[0] ^ 1]
+            first, at = tree.children[0], len(tree)
+            tokens, parents, values = list(tree.tokens), list(tree.parents), list(tree.values)
+            parent = 0
+            for token in chain:
+                if parent == 0 and token in first:
+                    parent = first[token]
+                    continue
+                tokens.append(token)
+                parents.append(parent)
+                values.append(values[parent])
+                parent, at = at, at + 1
+            merged = DraftTree(tuple(tokens), tuple(parents), tuple(values))
+            result.append(merged.best(count) if len(set(zip(parents, tokens, strict=True))) == at else tree)
+        return result
+
+
+def drafting(folder, *, drafter=Watched, pages=64, head_pages=None, page_size=16, target=None, depth=3, width=3,
+             children=3, chunk=256, **settings):  # fmt: skip
+    """(engine, drafter) over tiny_model(0)."""
+    target = target or tiny_model(0)
+    runner = ModelRunner(target, pages=pages, page_size=page_size)
+    runner.kv.k.fill_(float("nan"))
+    runner.kv.v.fill_(float("nan"))
+    noise = Noise(VOCAB)
+    data = json.loads((folder / "config.json").read_text())
+    head = load_eagle_head(folder, data, 3 if head_kind(folder) == EAGLE3 else 1, target)
+    shape = {"depth": depth, "width": width, "children": children, "chunk": chunk}
+    own = drafter("head", head, noise, pages=pages if head_pages is None else head_pages, page_size=page_size, **shape)
+    return Engine(runner, PagePool(pages), own, noise, max_context=400, **settings), own
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(31 * i * (seed + 3) + 7 * i * i + seed) % VOCAB for i in range(length)]
+
+
+def plain(prompts, params) -> list[list[int]]:
+    """The same without drafts."""
+    return [plain_one(tuple(text), one) for text, one in zip(prompts, params, strict=True)]
+
+
+@cache
+def plain_one(text: tuple[int, ...], params: SamplingParams) -> list[int]:
+    runner = ModelRunner(tiny_model(0), pages=32, page_size=16)
+    engine = Engine(runner, PagePool(32), NoDrafter(), Noise(VOCAB), max_context=400)
+    return run(engine, [text], [params])[0].output
+
+
+def params_for(count: int, mode: dict, max_tokens: int = 24) -> list[SamplingParams]:
+    return [SamplingParams(**mode, max_tokens=max_tokens, seed=i) for i in range(count)]
+
+
+def run_watched(engine, drafter, texts, params):
+    requests = run(engine, texts, params)
+    assert drafter._pool.owned == 0 and drafter._states == {}
+    return requests
+
+
+def features_of(target, taps, tokens) -> list[torch.Tensor]:
+    """The target's hidden states at all positions of the text."""
+    runner = ModelRunner(target, pages=64, page_size=16)
+    seen = Taps(taps)
+    runner.forward([Span.chunk(tokens, range(64), 0, sample_last=True)], taps=seen)
+    return [part.clone() for part in seen.hidden]
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    strip = ("model.", "midlayer.", "layers.0.")
+    weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        for prefix in strip:
+            name = name.removeprefix(prefix)
+        weights[name] = weight.float() if weight.is_floating_point() else weight
+    return weights
+
+
+TAPS = {"eagle3-borrowing": (1, 2), "eagle1-sglang": (2,), "eagle1-authors": (2,)}
+
+
+@MODES
+@LAYOUTS
+def test_every_layout_computes_its_formula(tmp_path, layout, mode):
+    """Prompts read in chunks, chained steps, branches, and what is left after every kind of partial acceptance."""
+    folder = eagle_folder(tmp_path / "head", layout)
+    target = tiny_model(0)
+    engine, drafter = drafting(folder, drafter=Prompted, max_slots=2, max_step_tokens=24, chunk=20)
+    assert drafter.taps == TAPS.get(layout, (0, 1, 2))
+    texts, params = [prompt(3), prompt(45, 1), prompt(18, 2)], params_for(3, mode, 24)
+    expected = plain(texts, params)
+    Prompted.texts = {tuple(text): output for text, output in zip(texts, expected, strict=True)}
+    requests = run_watched(engine, drafter, texts, params)
+    assert [r.output for r in requests] == expected
+    assert engine.stats.accepted > 15
+    weights = weights_of(folder)
+    checked = random.Random(1).sample(sorted(drafter.seen), 60)
+    assert {len(path) for _, path in checked} == {0, 1, 2}
+    features = {}
+    for tokens, path in checked:
+        if tokens not in features:
+            features[tokens] = features_of(target, drafter.taps, tokens[:-1])
+        with torch.inference_mode():
+            row = eagle_formula(weights, layout, target, features[tokens], tokens[1:], path)[-1]
+        torch.testing.assert_close(drafter.seen[tokens, path], row, atol=2e-3, rtol=2e-3)
+
+
+@LAYOUTS
+def test_layouts_are_recognised(tmp_path, layout):
+    folder = eagle_folder(tmp_path / "head", layout)
+    assert head_kind(folder) == (EAGLE if layout.startswith("eagle1") else EAGLE3)
+    drafter = load_head("some/head", folder, tiny_model(0), Noise(VOCAB), pages=8, page_size=16)
+    assert isinstance(drafter, EagleDrafter) and drafter.name == "some/head"
+
+
+def test_a_model_is_no_head(tmp_path):
+    assert head_kind(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert head_kind(tmp_path) is None
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert head_kind(tmp_path) is None
+    assert load_head("x", tmp_path, tiny_model(0), Noise(VOCAB), pages=8, page_size=16) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "taps"),
+    [
+        ({}, (2, 15, 27)),
+        ({"eagle_aux_hidden_state_layer_ids": [29, 1, 7]}, (1, 7, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}}, (2, 15, 27)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 15, 27)),
+    ],
+)
+def test_tapped_layers(data, taps):
+    """The inner key names layers whose outputs are read, the outer one those whose inputs are."""
+    target = tiny_model(0, layers=30).config
+    base = EAGLE_LAYOUTS[EAGLE3_LAYOUT][0]
+    data = {**{k: v for k, v in base.items() if not k.startswith("eagle_")}, **data}
+    assert EagleConfig.from_json(data, 3, target).taps == taps
+
+
+@MODES
+@pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle3-vllm"])
+def test_children_are_the_targets_likeliest_draws(tmp_path, layout, mode):
+    """Ids are the target's (i + d2t[i]); sampled rows are ranked with the noise at those ids."""
+    folder = eagle_folder(tmp_path / "head", layout)
+    engine, drafter = drafting(folder, depth=1, children=4)
+    weights = weights_of(folder)
+    ids = weights["d2t"] + torch.arange(DRAFT_VOCAB) if "d2t" in weights else torch.arange(VOCAB)
+    request = engine.make_request(prompt(9), SamplingParams(max_tokens=20, seed=5, temperature=mode["temperature"]))
+    engine.add(request)
+    engine.step()
+    [slot] = engine.scheduler.running
+    for _ in range(6):
+        tree = drafter.propose([slot], [5])[0]
+        tokens = tuple(request.tokens)
+        scores = drafter.seen[tokens, ()]
+        if mode is SAMPLED:
+            scores = scores / 0.8 + Noise(VOCAB).rows([(5, len(tokens))])[0, ids]
+        assert tree.tokens[1:] == tuple(ids[scores.topk(4).indices].tolist())
+        assert tree.values[1:] == pytest.approx(scores.log_softmax(-1).topk(4).values.tolist(), abs=1e-4)
+        # the step asks again, of a drafter that does not know it was asked
+        drafter._states[slot].num_cached -= 1
+        drafter._states[slot].fused.append(drafter._head.fuse(last_features(engine, drafter, tokens)))
+        engine.step()
+
+
+def last_features(engine, drafter, tokens) -> torch.Tensor:
+    return torch.cat(features_of(engine.runner.model, drafter.taps, tokens[:-1]), dim=-1)[-1:]
+
+
+@MODES
+@LAYOUTS
+@pytest.mark.parametrize("slots", [1, 4])
+def test_speculation_is_invisible(tmp_path, layout, slots, mode):
+    """Requests that arrive at different steps, at other stages than their neighbours."""
+    folder = eagle_folder(tmp_path / "head", layout)
+    engine, drafter = drafting(folder, max_slots=slots, max_step_tokens=40, depth=4)
+    texts, params = [prompt(4 + 9 * i, i) for i in range(5)], params_for(5, mode)
+    requests = [engine.make_request(text, one) for text, one in zip(texts, params, strict=True)]
+    pending, rng = list(requests), random.Random(slots)
+    while pending or engine.has_work:
+        if pending and rng.randrange(3):
+            engine.add(pending.pop(0))
+        engine.step()
+        engine.check()
+        for slot, state in drafter._states.items():
+            rows = drafter._num_pending(slot)
+            assert state.first is None or state.num_cached + rows == slot.num_cached
+        drafter._pool.check([state.pages for state in drafter._states.values()])
+    assert [r.output for r in requests] == plain(texts, params)
+    assert engine.stats.drafted > 50 and drafter.invalid == 0 and drafter._pool.owned == 0
+
+
+@MODES
+@pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle1-sglang"])
+def test_under_preemption(tmp_path, layout, mode):
+    folder = eagle_folder(tmp_path / "head", layout)
+    engine, drafter = drafting(folder, pages=60, head_pages=80, page_size=4, max_slots=4, max_step_tokens=24)
+    texts, params = [prompt(10 + 7 * i, i) for i in range(4)], params_for(4, mode, 60)
+    requests = run_watched(engine, drafter, texts, params)
+    assert engine.stats.preemptions > 0
+    assert [r.output for r in requests] == plain(texts, params)
+
+
+def test_pages_come_back_at_an_abort(tmp_path):
+    engine, drafter = drafting(eagle_folder(tmp_path / "head", EAGLE3_LAYOUT))
+    first, second = (engine.make_request(prompt(20, i), SamplingParams(max_tokens=60)) for i in range(2))
+    engine.add(first)
+    engine.add(second)
+    engine.abort(second)  # before it began
+    engine.add(second := engine.make_request(prompt(20, 1), SamplingParams(max_tokens=60, **GREEDY)))
+    for _ in range(4):
+        engine.step()
+    held = drafter._pool.owned
+    engine.abort(first)
+    assert 0 < drafter._pool.owned < held
+    while engine.has_work:
+        engine.step()
+    assert second.finished and drafter._pool.owned == 0 and drafter._states == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_as_many_forwards_as_the_tree_is_deep(tmp_path, depth, slots):
+    """Not as many as it has nodes, nor as there are slots."""
+    engine, drafter = drafting(eagle_folder(tmp_path / "head", EAGLE3_LAYOUT), depth=depth)
+    for i in range(slots):
+        engine.add(engine.make_request(prompt(5, i), SamplingParams(max_tokens=60, **GREEDY)))
+    engine.step()
+    assert drafter.rows == []  # the first token waits for no draft
+    for _ in range(4):
+        drafter.rows.clear()
+        engine.step()
+        assert len(drafter.rows) == depth
+        assert drafter.rows[1:] == [3 * slots] * (depth - 1)
+
+
+def test_a_long_prompt_is_read_in_chunks_while_others_draft(tmp_path):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    engine, drafter = drafting(folder, chunk=16, depth=2, max_step_tokens=512)
+    long = engine.make_request(prompt(200), SamplingParams(max_tokens=30, **GREEDY))
+    short = engine.make_request(prompt(4, 1), SamplingParams(max_tokens=30, **GREEDY))
+    engine.add(long)
+    engine.add(short)
+    engine.step()
+    for _ in range(4):
+        engine.step()
+    assert max(drafter.rows) <= 16
+    assert long.speculation.drafted == 0 and short.speculation.drafted > 0
+    while engine.has_work:
+        engine.step()
+    assert long.speculation.drafted > 0
+    assert [long.output, short.output] == plain([prompt(200), prompt(4, 1)], [long.params, short.params])
+
+
+def test_an_exhausted_pool_means_no_drafts_and_the_same_text(tmp_path):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    texts, params = [prompt(20, i) for i in range(3)], params_for(3, GREEDY)
+    for pages in (0, 1, 3):
+        engine, drafter = drafting(folder, head_pages=pages)
+        requests = run_watched(engine, drafter, texts, params)
+        assert [r.output for r in requests] == plain(texts, params)
+        assert (engine.stats.drafted > 0) == (pages == 3)
+
+
+@MODES
+def test_what_is_not_drafted_for_is_caught_up_with(tmp_path, mode):
+    """Steps without a proposal leave hidden states to read: the next tree is the one of a head that read them all."""
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    engine, drafter = drafting(folder)
+    request = engine.make_request(prompt(10), SamplingParams(max_tokens=110, seed=3, **mode))
+    engine.add(request)
+    own, drafter.propose = drafter.propose, NoDrafter().propose
+    for _ in range(80):
+        engine.step()
+    [slot] = engine.scheduler.running
+    assert drafter.rows == [] and len(drafter._states[slot].fused) > 1
+    drafter.propose = own
+    engine.step()
+    tokens, _ = next(iter(drafter.seen))
+    features = features_of(engine.runner.model, drafter.taps, tokens[:-1])
+    [row] = eagle_formula(weights_of(folder), EAGLE3_LAYOUT, engine.runner.model, features, tokens[1:])
+    torch.testing.assert_close(drafter.seen[tokens, ()], row, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle1-sglang"])
+def test_a_slot_that_begins_on_cached_pages(tmp_path, layout):
+    """The target's hidden states of a reused prefix are not known: the head reads from there on."""
+    folder = eagle_folder(tmp_path / "head", layout)
+    engine, drafter = drafting(folder)
+    target = tiny_model(0)
+    request = engine.make_request(prompt(40), SamplingParams(max_tokens=20, **GREEDY))
+    slot = Slot(0, request, num_cached=16)
+    drafter.begin(slot)
+    request.append([7])
+    assert drafter.propose([slot], [9]) == [DraftTree.root(7)]
+    features = features_of(target, drafter.taps, request.tokens[:-1])
+    wide = torch.cat(features, dim=-1)
+    for start, end in ((16, 30), (30, 40)):
+        slot.num_cached = start
+        drafter.observe(slot, wide[start:end])
+    slot.num_cached = 40
+    [tree] = drafter.propose([slot], [9])
+    assert len(tree) == 9
+    tokens = tuple(request.tokens)
+    for (_, path), seen in drafter.seen.items():
+        rest = [part[16:] for part in features]
+        row = eagle_formula(weights_of(folder), layout, target, rest, tokens[17:], path, first=16)[-1]
+        torch.testing.assert_close(seen, row, atol=2e-3, rtol=2e-3)
+    drafter.end(slot)
+    # a slot whose whole text was cached has nothing to begin from until the target's next step
+    slot = Slot(0, request, num_cached=40)
+    drafter.begin(slot)
+    assert drafter.propose([slot], [9]) == [DraftTree.root(7)]
+    drafter.end(slot)
+
+
+@MODES
+@pytest.mark.parametrize("fill", [float("nan"), float("inf")])
+def test_a_head_that_gives_no_numbers_is_not_drafted_from(tmp_path, monkeypatch, fill, mode, caplog):
+    engine, drafter = drafting(eagle_folder(tmp_path / "head", EAGLE3_LAYOUT))
+    healthy = drafter._head.logits
+
+    def spoilt(hidden):
+        logits = healthy(hidden).clone()
+        logits[0] = fill
+        return logits
+
+    monkeypatch.setattr(drafter._head, "logits", spoilt)
+    texts, params = [prompt(9), prompt(12, 1)], params_for(2, mode)
+    requests = run_watched(engine, drafter, texts, params)
+    assert [r.output for r in requests] == plain(texts, params)
+    assert drafter.invalid > 10 and sum(r.speculation.drafted for r in requests) > 0
+    assert caplog.text.count("not finite") == 1
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle1-authors"])
+def test_dtypes_may_differ(tmp_path, layout, stored, dtype):
+    folder = eagle_folder(tmp_path / "head", layout, dtype=stored)
+    target = Llama.random(tiny_model(0).config, device="cpu", dtype=dtype, seed=0, std=0.2)
+    engine, drafter = drafting(folder, target=target)
+    [request] = run_watched(engine, drafter, [prompt(9)], params_for(1, GREEDY))
+    assert drafter._kv.k.dtype == dtype and engine.stats.drafted > 0
+    if dtype == torch.float32:
+        assert [request.output] == plain([prompt(9)], params_for(1, GREEDY))
+
+
+def test_what_the_folder_lacks_is_borrowed_and_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    target = tiny_model(0)
+    folder = eagle_folder(tmp_path / "head", "eagle3-borrowing")
+    head = load_eagle_head(folder, json.loads((folder / "config.json").read_text()), 3, target)
+    assert head.embedding is target.embedding
+    assert "no embedding: the target's" in caplog.text and "no lm_head: the target's" in caplog.text
+
+
+def test_a_tie_is_not_believed_against_the_weights(tmp_path):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    data = {**EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], "tie_word_embeddings": True}
+    head = load_eagle_head(folder, data, 3, tiny_model(0))
+    torch.testing.assert_close(head._head.weight, weights_of(folder)["lm_head.weight"])
+
+
+def test_padding_of_the_targets_vocabulary_is_not_drafted(tmp_path):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    target = tiny_model(0)
+    narrow = Llama.random(target.config, device="cpu", dtype=torch.float32)
+    narrow.vocab_size = 300
+    head = load_eagle_head(folder, EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], 3, narrow)
+    ids = weights_of(folder)["d2t"] + torch.arange(DRAFT_VOCAB)
+    assert head.vocabulary.size == int((ids < 300).sum()) == head._head.vocab_size < DRAFT_VOCAB
+
+
+def changed(folder, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+
+
+def duplicate(weights) -> None:
+    weights["d2t"][1] = weights["d2t"][0] - 1
+
+
+def beyond(weights) -> None:
+    weights["d2t"][-1] = VOCAB
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: [w.pop(n) for n in ("fc.weight", "midlayer.hidden_norm.weight")], r"lack fc\.weight, layers"),
+        (lambda w: w.pop("d2t"), r"100 rows, the target's vocabulary 512, and there is no d2t"),
+        (duplicate, "d2t maps 1 ids to a token that another"),
+        (beyond, r"outside the target's vocabulary of 512, the first 99 to 611"),
+        (lambda w: w.update(d2t=w["d2t"][:50]), r"d2t is \[50\], but lm_head.weight has 100 rows"),
+        (lambda w: w.update(d2t=w["d2t"].float()), "must hold whole numbers"),
+        (lambda w: w.update({"fc.weight": w["fc.weight"][:, :128]}), r"is \[64, 128\] instead of \[64, 192\]"),
+        (lambda w: w.update({"fc.weight": w["fc.weight"].to(torch.int8)}), r"fc\.weight \(I8\)"),
+    ],
+)  # fmt: skip
+def test_broken_weights_are_refused(tmp_path, change, message):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    changed(folder, change)
+    with pytest.raises(ModelError, match=message):
+        load_head("x", folder, tiny_model(0), Noise(VOCAB), pages=8, page_size=16)
+
+
+def test_weights_without_a_place_are_named(tmp_path, caplog):
+    folder = eagle_folder(tmp_path / "head", "eagle1-sglang")
+    changed(folder, lambda w: w.update({"layers.0.input_layernorm.weight": torch.ones(HIDDEN)}))
+    load_head("x", folder, tiny_model(0), Noise(VOCAB), pages=8, page_size=16)
+    assert "no place for it: layers.0.input_layernorm.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        (EAGLE3_LAYOUT, {"hidden_size": 128}, "size 128, the target's have 64"),
+        (EAGLE3_LAYOUT, {"target_hidden_size": 32}, "size 32, the target's have 64"),
+        ("eagle1-sglang", {"vocab_size": 640}, "vocabulary of 640, the target's is 512"),
+        (EAGLE3_LAYOUT, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (EAGLE3_LAYOUT, {"eagle_config": None}, "within 0 to 2"),
+        (EAGLE3_LAYOUT, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 0]}}, "must differ"),
+        ("speculators", {"speculators_model_type": "mlp"}, "'mlp' is not supported"),
+    ],
+)
+def test_heads_for_another_target_are_refused(tmp_path, layout, change, message):
+    folder = eagle_folder(tmp_path / "head", layout)
+    (folder / "config.json").write_text(json.dumps({**EAGLE_LAYOUTS[layout][0], **change}))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_head("x", folder, tiny_model(0), Noise(VOCAB), pages=8, page_size=16)
+    assert str(folder) in str(caught.value)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    assert head_kind(folder) == EAGLE3
+    with pytest.raises(ModelError, match=r"only pickled weights \(pytorch_model\.bin\).*save_file"):
+        load_head("x", folder, tiny_model(0), Noise(VOCAB), pages=8, page_size=16)
+
+
+def test_gradients_flow_through_a_head(tmp_path):
+    """Attention is an argument, so a head can be trained with a dense one."""
+    target = tiny_model(0)
+    folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
+    head = load_eagle_head(folder, EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], 3, target)
+    head._fc.weight.requires_grad_()
+    fused = head.fuse(torch.randn(5, 3 * HIDDEN))
+    out = head.forward(torch.arange(5), fused, lambda layer, q, k, v: q + v.repeat_interleave(2, dim=1))
+    head.logits(out).logsumexp(-1).sum().backward()
+    assert head._fc.weight.grad.abs().sum() > 0
