@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minispec.tree import DraftTree
+from minispec.upload import upload
 
 WORD_BITS = 32
 """Bits per ancestor word."""
@@ -123,26 +124,24 @@ class StepBatch:
                     bits = _within_window(bits, window)
                 ancestors.append(_words(bits, words))
 
-        def tensor(data: object, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(data, dtype=dtype).to(device, non_blocking=True)
-
-        return StepBatch(
-            spans=tuple(spans),
-            page_size=page_size,
-            window=window,
-            tokens=tensor(tokens, torch.int64),
-            positions=tensor(positions, torch.int64),
-            kv_index=tensor(kv_index, torch.int64),
-            row_start=tensor(row_start, torch.int32),
-            num_cached=tensor([s.num_cached for s in spans], torch.int32),
-            tree_size=tensor([s.tree_size for s in spans], torch.int32),
-            causal=tensor([s.ancestors is None for s in spans], torch.bool),
-            ancestors=tensor(ancestors, torch.int32).view(len(tokens), words),
-            page_table=tensor([[*s.pages, *[0] * (width - len(s.pages))] for s in spans], torch.int32).view(
-                len(spans), width
-            ),
-            sample_rows=tensor(sample_rows, torch.int64),
+        fields = upload(
+            [
+                torch.tensor(tokens, dtype=torch.int64),
+                torch.tensor(positions, dtype=torch.int64),
+                torch.tensor(kv_index, dtype=torch.int64),
+                torch.tensor(row_start, dtype=torch.int32),
+                torch.tensor([s.num_cached for s in spans], dtype=torch.int32),
+                torch.tensor([s.tree_size for s in spans], dtype=torch.int32),
+                torch.tensor([s.ancestors is None for s in spans], dtype=torch.bool),
+                torch.tensor(ancestors, dtype=torch.int32).view(len(tokens), words),
+                torch.tensor([[*s.pages, *[0] * (width - len(s.pages))] for s in spans], dtype=torch.int32).view(
+                    len(spans), width
+                ),
+                torch.tensor(sample_rows, dtype=torch.int64),
+            ],
+            device,
         )
+        return StepBatch(tuple(spans), page_size, window, *fields)
 
     @cached_property
     def visible(self) -> tuple[Tensor | None, ...]:

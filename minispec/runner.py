@@ -57,6 +57,9 @@ class ModelRunner:
             batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
             return self.model.forward(batch, self.kv, layers=layers, taps=taps)
 
+    def prepare(self, slots: int, taps: tuple[int, ...] = ()) -> None:
+        """Do ahead what would delay the first steps of up to ``slots`` spans. Nothing here, see CapturedRunner."""
+
 
 def resolve_device(name: str) -> torch.device:
     """The device for a setting: ``auto`` is CUDA where there is a GPU, else the CPU.

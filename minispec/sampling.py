@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minispec.upload import upload
+
 if TYPE_CHECKING:
     from minispec.request import Request
 
@@ -99,7 +101,7 @@ class SamplingBatch:
         keys: (seed, position of the token to be drawn) per row.
         greedy: every row has temperature 0.
         truncated: some row uses top_k, top_p or min_p.
-        key_tensor: [samples, 2] int64, ``keys`` on the device; None lets the kernels copy them. A captured step needs it.
+        key_tensor: [samples, 2] int64, ``keys`` on the device; None lets the kernels copy them.
     """
 
     temperature: Tensor
@@ -115,12 +117,24 @@ class SamplingBatch:
     def build(rows: Sequence[tuple[Request, int]], device: torch.device | str = "cpu") -> SamplingBatch:
         """From (request, position of the token to be drawn) per row."""
         params = [request.params for request, _ in rows]
+        keys = tuple((request.seed, position) for request, position in rows)
+        temperature, top_k, top_p, min_p, key_tensor = upload(
+            [
+                torch.tensor([0.0 if p.greedy else p.temperature for p in params]),
+                torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
+                torch.tensor(keys, dtype=torch.int64).view(len(keys), 2),
+            ],
+            device,
+        )
         return SamplingBatch(
-            temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], device=device),
-            top_k=torch.tensor([max(p.top_k, 0) for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            keys=tuple((request.seed, position) for request, position in rows),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            keys=keys,
             greedy=all(p.greedy for p in params),
             truncated=any(not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+            key_tensor=key_tensor,
         )
