@@ -170,3 +170,88 @@ def eagle_formula(weights, layout: str, target, features: list[Tensor], tokens: 
             head = target.head.weight
             logits.append((head[w["d2t"] + torch.arange(DRAFT_VOCAB)] if "d2t" in w else head) @ out)
     return logits
+
+
+NUM_HEADS = 3
+
+# name → (config.json, name of a block's linear layer, name of an output or None, has biases, what else is in the file)
+MEDUSA_LAYOUTS = {
+    "authors": (
+        {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "some/model"},
+        "{head}.{block}.linear", "{head}.{blocks}", True, set(),
+    ),
+    "named": (
+        {"architectures": ["MedusaForCausalLM"], "medusa_num_heads": NUM_HEADS, "medusa_num_layers": 2},
+        "medusa_lm_head.{head}.{block}.linear", "medusa_lm_head.{head}.{blocks}", True, set(),
+    ),
+    "with-base": (
+        {"architectures": ["MedusaLlamaForCausalLM"], "medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1},
+        "medusa_head.{head}.{block}.linear", "medusa_head.{head}.{blocks}", True, {"base"},
+    ),
+    "borrowing": (
+        {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1},
+        "{head}.{block}.linear", None, True, set(),
+    ),
+    "vllm": (
+        {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": NUM_HEADS, "num_hidden_layers": 2,
+         "hidden_size": HIDDEN, "vocab_size": VOCAB, "truncated_vocab_size": DRAFT_VOCAB},
+        "blocks.{head}.layers.{block}", "lm_heads.{head}", False, {"token_map"},
+    ),
+    "vllm-shared": (
+        {"model_type": "medusa", "num_heads": NUM_HEADS, "num_hidden_layers": 1, "original_lm_head": True},
+        "blocks.{head}.layers.{block}", None, False, {"lm_head"},
+    ),
+}  # fmt: skip
+
+
+def medusa_folder(path: Path, layout: str, *, seed: int = 0, dtype=torch.float32) -> Path:
+    """Write heads; returns their folder."""
+    config, linear, output, biased, extras = MEDUSA_LAYOUTS[layout]
+    blocks = config.get("medusa_num_layers", config.get("num_hidden_layers"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 0.2).to(dtype)
+
+    weights = {}
+    for head in range(NUM_HEADS):
+        for block in range(blocks):
+            name = linear.format(head=head, block=block)
+            weights[f"{name}.weight"] = draw(HIDDEN, HIDDEN)
+            if biased:
+                weights[f"{name}.bias"] = draw(HIDDEN)
+        if output is not None:
+            rows = DRAFT_VOCAB if "token_map" in extras else VOCAB
+            weights[f"{output.format(head=head, blocks=blocks)}.weight"] = draw(rows, HIDDEN)
+    if "token_map" in extras:
+        weights["token_map"] = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB]
+    if "lm_head" in extras:
+        weights["lm_head.weight"] = draw(VOCAB, HIDDEN)
+    if "base" in extras:
+        weights |= {"lm_head.weight": draw(VOCAB, HIDDEN), "model.norm.weight": draw(HIDDEN),
+                    "model.layers.0.mlp.up_proj.weight": draw(INNER, HIDDEN)}  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "medusa_lm_head.safetensors")
+    return path
+
+
+def medusa_formula(weights, layout: str, target, feature: Tensor) -> list[Tensor]:
+    """Logits per head over the target's ids, from the residual stream [hidden] before the target's final norm."""
+    config, linear, output, _, _ = MEDUSA_LAYOUTS[layout]
+    blocks = config.get("medusa_num_layers", config.get("num_hidden_layers"))
+    result = []
+    for head in range(NUM_HEADS):
+        x = rms(feature, target.norm)
+        for block in range(blocks):
+            name = linear.format(head=head, block=block)
+            x = x + F.silu(weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", 0))
+        if output is not None:
+            out = weights[f"{output.format(head=head, blocks=blocks)}.weight"]
+        else:
+            out = weights.get("lm_head.weight", target.head.weight)
+        logits = out @ x
+        if "token_map" in weights:
+            logits = torch.full((VOCAB,), float("-inf")).index_copy(0, weights["token_map"], logits)
+        result.append(logits)
+    return result
