@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minispec.kernels._triton import cdiv, jit, power_of_2
+from minispec.upload import upload
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -61,8 +62,9 @@ def kv_commit_triton(k: Tensor, v: Tensor, source: Sequence[int], target: Sequen
     if len(source) > MAX_MOVES:  # hundreds of slots: two passes through memory cost no more than the moves
         kv_commit_ref(k, v, source, target)
     elif source:
-        moves = torch.tensor([source, target], dtype=torch.int64).to(k.device, non_blocking=True)
-        _launch(k, v, moves[0], moves[1], moves, len(source), slots=1, width=0, page_size=0)
+        moves = [torch.tensor(index, dtype=torch.int64) for index in (source, target)]
+        before, after = upload(moves, k.device)
+        _launch(k, v, before, after, before, len(source), slots=1, width=0, page_size=0)
 
 
 def kv_commit_path_triton(
