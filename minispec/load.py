@@ -16,9 +16,8 @@ from minispec import hub
 from minispec.batch import Span
 from minispec.budget import StepCost
 from minispec.config import DEFAULT_MAX_CONTEXT, EngineConfig
-from minispec.drafters.base import Drafter, NoDrafter
-from minispec.drafters.draft_model import DraftModelDrafter
-from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters import build
+from minispec.drafters.base import NoDrafter
 from minispec.engine import Engine
 from minispec.errors import ConfigError, ModelError, RequestError
 from minispec.kv_cache import PagePool
@@ -50,16 +49,8 @@ def preflight(config: EngineConfig) -> None:
     model = ModelConfig.from_folder(folder)
     check_folder(folder, model)
     max_context = _max_context(config, model)
-    target = Tokenizer.from_folder(folder)
-    if (draft := _draft_folder(config)) is not None:
-        draft_model = ModelConfig.from_folder(draft)
-        check_folder(draft, draft_model)
-        _check_vocabulary(target, Tokenizer.from_folder(draft), config.draft)
-        if draft_model.max_position < max_context:
-            raise ConfigError(
-                f"the draft {config.draft} has a context limit of {draft_model.max_position} tokens, the target is "
-                f"served with {max_context}; give --max-context {draft_model.max_position} or another draft"
-            )
+    Tokenizer.from_folder(folder)
+    build.check(config.draft, folder, max_context)
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -75,28 +66,14 @@ def load_engine(config: EngineConfig) -> Engine:
     folder = hub.resolve(config.target)
     tokenizer = Tokenizer.from_folder(folder)
     target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
-    draft_folder = _draft_folder(config)
-    draft = None
-    if draft_folder is not None:
-        # no ids that the target lacks, be it in its tokenizer or in its head
-        size = min(target.vocab_size, Tokenizer.from_folder(draft_folder).vocab_size)
-        draft = Llama.load(draft_folder, device=device, dtype=dtype, vocab_size=size)
+    draft = build.load(config.draft, target, folder)
 
     max_context = _max_context(config, target.config)
-    models = [target] if draft is None else [target, draft]
-    pages = _pages(config, models, max_context, dtype, device)
+    kv_bytes = kv_bytes_per_position(target.config, dtype) + draft.kv_bytes
+    pages = _pages(config, kv_bytes, max_context, device)
     runner = ModelRunner(target, pages=pages, page_size=config.page_size)
     noise = Noise(runner.vocab_size, device)
-    drafter: Drafter
-    if draft is not None:
-        drafter = DraftModelDrafter(
-            config.draft,
-            ModelRunner(draft, pages=pages, page_size=config.page_size),
-            PagePool(pages),
-            noise,
-        )
-    else:
-        drafter = NoDrafter() if config.draft == "none" else NgramDrafter()
+    drafter = draft.make(runner, noise, pages)
 
     auto = config.tree_budget == "auto"
     tree_budget = _TREE_TOKENS[device.type] if config.tree_budget == "auto" else int(config.tree_budget)
@@ -201,21 +178,6 @@ def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) 
     return cost
 
 
-def _draft_folder(config: EngineConfig) -> Path | None:
-    return None if config.draft in ("auto", "none", "ngram") else hub.resolve(config.draft)
-
-
-def _check_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
-    """A draft must spell every id as the target does; it may lack or add ids at the end (padding, extra specials)."""
-    if (token := target.first_difference(draft)) is not None:
-        raise ModelError(
-            f"the draft {name} has another vocabulary than the target: token {token} is {draft.spelling(token)!r} "
-            f"there and {target.spelling(token)!r} here. Choose a draft of the same family, or --draft ngram."
-        )
-    if target.vocab_size != draft.vocab_size:
-        logger.warning("the draft knows %d tokens, the target %d", draft.vocab_size, target.vocab_size)
-
-
 def _max_context(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_context is None:
         return min(model.max_position, DEFAULT_MAX_CONTEXT)
@@ -223,11 +185,9 @@ def _max_context(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_context
 
 
-def _pages(
-    config: EngineConfig, models: list[Llama], max_context: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Pages per model: what max_slots full contexts need, or what memory allows."""
-    page_bytes = sum(kv_bytes_per_position(model.config, dtype) for model in models) * config.page_size
+def _pages(config: EngineConfig, kv_bytes: int, max_context: int, device: torch.device) -> int:
+    """Pages per model: what max_slots full contexts need, or what memory allows at ``kv_bytes`` a position."""
+    page_bytes = kv_bytes * config.page_size
     if config.kv_memory is not None:
         limit = int(config.kv_memory * GIB)
     elif device.type == "cuda":

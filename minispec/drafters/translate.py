@@ -8,7 +8,6 @@ tree node is one token on both sides, and the draft's KV of accepted nodes is ke
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +24,6 @@ from minispec.runner import ModelRunner
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 MIN_OVERLAP = 0.5
 """Least share of the target's vocabulary that a draft must know."""
@@ -101,8 +98,6 @@ def relate(target: Tokenizer, draft: Tokenizer, name: str) -> Translation | None
     """
     first = target.first_difference(draft)
     if first is None:
-        if target.vocab_size != draft.vocab_size:
-            logger.warning("the draft knows %d tokens, the target %d", draft.vocab_size, target.vocab_size)
         return None
     common = min(target.vocab_size, draft.vocab_size)
     same = sum(target.spelling(i) == draft.spelling(i) for i in range(common))
@@ -119,13 +114,6 @@ def relate(target: Tokenizer, draft: Tokenizer, name: str) -> Translation | None
             f"target's tokens, weighted by frequency; at least {MIN_OVERLAP:.0%} are needed. Choose a draft of the "
             "same family, or --draft ngram."
         )
-    logger.warning(
-        "the draft %s has another tokenizer than the target: it drafts over the %d strings that both know, %.1f%% of "
-        "the target's tokens weighted by frequency",
-        name,
-        len(translation.pairs),
-        100 * translation.overlap,
-    )
     return translation
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 
 import pytest
@@ -176,9 +175,3 @@ def test_too_little_in_common_is_refused_with_the_figure(tmp_path, folders):
         ModelError, match=r"knows 20\.\d% of the target's tokens.*at least 50% are needed.*--draft ngram"
     ):
         relate(Tokenizer.from_folder(folders["target"]), Tokenizer.from_folder(folder), "d")
-
-
-def test_a_translation_is_announced(folders, caplog):
-    with caplog.at_level(logging.WARNING):
-        relate(*tokenizers(folders, "target", "twin"), "twin")
-    assert "260 strings that both know, 100.0% of" in caplog.text
