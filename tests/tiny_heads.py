@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+
+from minispec.model.llama import Llama
+from tiny_engine import tiny_model
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, DRAFT_VOCAB = 64, 96, 4, 2, 512, 100
 EPS, THETA = 1e-5, 10000.0
@@ -105,6 +109,14 @@ def eagle_folder(path: Path, layout: str, *, seed: int = 0, dtype=torch.float32,
     (path / "config.json").write_text(json.dumps(config))
     save_file(weights, path / "model.safetensors")
     return path
+
+
+@cache
+def head_target() -> Llama:
+    """A target of 2 layers whose final norm does something."""
+    target = Llama.random(tiny_model(0).config, device="cpu", dtype=torch.float32, seed=0, std=0.2)
+    target.norm = 1 + 0.5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
+    return target
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:

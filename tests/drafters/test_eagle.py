@@ -14,7 +14,9 @@ from minispec.batch import Span
 from minispec.drafters.base import NoDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.eagle_head import load_eagle_head
-from minispec.drafters.heads import EAGLE3, head_kind
+from minispec.drafters.heads import EAGLE3, head_kind, load_head
+from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.union import UnionDrafter
 from minispec.engine import Engine
 from minispec.kv_cache import PagePool
 from minispec.model.llama import Llama, Taps
@@ -24,8 +26,8 @@ from minispec.sampling import Noise
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
 from scripted import run
-from tiny_engine import VOCAB, tiny_model
-from tiny_heads import DRAFT_VOCAB, EAGLE_LAYOUTS, HIDDEN, eagle_folder, eagle_formula
+from tiny_engine import VOCAB
+from tiny_heads import DRAFT_VOCAB, EAGLE_LAYOUTS, HIDDEN, eagle_folder, eagle_formula, head_target, medusa_folder
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -93,8 +95,8 @@ class Prompted(Watched):
 
 def drafting(folder, *, drafter=Watched, pages=64, head_pages=None, page_size=16, target=None, depth=3, width=3,
              children=3, chunk=256, **settings):  # fmt: skip
-    """(engine, drafter) over tiny_model(0)."""
-    target = target or tiny_model(0)
+    """(engine, drafter) over head_target."""
+    target = target or head_target()
     runner = ModelRunner(target, pages=pages, page_size=page_size)
     runner.kv.k.fill_(float("nan"))
     runner.kv.v.fill_(float("nan"))
@@ -117,7 +119,7 @@ def plain(prompts, params) -> list[list[int]]:
 
 @cache
 def plain_one(text: tuple[int, ...], params: SamplingParams) -> list[int]:
-    runner = ModelRunner(tiny_model(0), pages=32, page_size=16)
+    runner = ModelRunner(head_target(), pages=32, page_size=16)
     engine = Engine(runner, PagePool(32), NoDrafter(), Noise(VOCAB), max_context=400)
     return run(engine, [text], [params])[0].output
 
@@ -158,7 +160,7 @@ TAPS = {"eagle3-borrowing": (1, 2), "eagle1-sglang": (2,), "eagle1-authors": (2,
 def test_every_layout_computes_its_formula(tmp_path, layout, mode):
     """Prompts read in chunks, chained steps, branches, and what is left after every kind of partial acceptance."""
     folder = eagle_folder(tmp_path / "head", layout)
-    target = tiny_model(0)
+    target = head_target()
     engine, drafter = drafting(folder, drafter=Prompted, max_slots=2, max_step_tokens=24, chunk=20)
     assert drafter.taps == TAPS.get(layout, (0, 1, 2))
     texts, params = [prompt(3), prompt(45, 1), prompt(18, 2)], params_for(3, mode, 24)
@@ -168,7 +170,7 @@ def test_every_layout_computes_its_formula(tmp_path, layout, mode):
     assert [r.output for r in requests] == expected
     assert engine.stats.accepted > 15
     weights = weights_of(folder)
-    checked = random.Random(1).sample(sorted(drafter.seen), 60)
+    checked = random.Random(1).sample(sorted(drafter.seen), 40)
     assert {len(path) for _, path in checked} == {0, 1, 2}
     features = {}
     for tokens, path in checked:
@@ -210,8 +212,7 @@ def last_features(engine, drafter, tokens) -> torch.Tensor:
 
 
 @MODES
-@LAYOUTS
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize(("layout", "slots"), [*((layout, 3) for layout in EAGLE_LAYOUTS), (EAGLE3_LAYOUT, 1)])
 def test_speculation_is_invisible(tmp_path, layout, slots, mode):
     """Requests that arrive at different steps, at other stages than their neighbours."""
     folder = eagle_folder(tmp_path / "head", layout)
@@ -233,11 +234,32 @@ def test_speculation_is_invisible(tmp_path, layout, slots, mode):
 
 
 @MODES
+def test_in_a_union_each_reads_its_own_hidden_states(tmp_path, mode):
+    engine, eagle = drafting(eagle_folder(tmp_path / "eagle", EAGLE3_LAYOUT), page_size=4, pages=80, max_slots=3)
+    _, first = drafting(eagle_folder(tmp_path / "first", "eagle1-sglang"))
+    first.name, target = "first", engine.runner.model
+    folder = medusa_folder(tmp_path / "medusa", "authors")
+    medusa = load_head("medusa", folder, target, Noise(VOCAB), pages=1, page_size=1)
+    engine.drafter = UnionDrafter([medusa, eagle, first, NgramDrafter()])
+    assert engine.drafter.taps == (0, 1, 2)
+    texts, params = [prompt(7 + 11 * i, i) for i in range(4)], params_for(4, mode, 40)
+    requests = run_watched(engine, eagle, texts, params)
+    assert [r.output for r in requests] == plain(texts, params)
+    assert first._pool.owned == 0 and engine.stats.drafted > 50
+    for drafter, layout in ((eagle, EAGLE3_LAYOUT), (first, "eagle1-sglang")):
+        weights = weights_of(tmp_path / ("eagle" if drafter is eagle else "first"))
+        for tokens, path in random.Random(1).sample(sorted(drafter.seen), 10):
+            features = features_of(target, drafter.taps, tokens[:-1])
+            row = eagle_formula(weights, layout, target, features, tokens[1:], path)[-1]
+            torch.testing.assert_close(drafter.seen[tokens, path], row, atol=2e-3, rtol=2e-3)
+
+
+@MODES
 @pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle1-sglang"])
 def test_under_preemption(tmp_path, layout, mode):
     folder = eagle_folder(tmp_path / "head", layout)
     engine, drafter = drafting(folder, pages=60, head_pages=80, page_size=4, max_slots=4, max_step_tokens=24)
-    texts, params = [prompt(10 + 7 * i, i) for i in range(4)], params_for(4, mode, 60)
+    texts, params = [prompt(10 + 7 * i, i) for i in range(4)], params_for(4, mode, 50)
     requests = run_watched(engine, drafter, texts, params)
     assert engine.stats.preemptions > 0
     assert [r.output for r in requests] == plain(texts, params)
@@ -329,7 +351,7 @@ def test_a_slot_that_begins_on_cached_pages(tmp_path, layout):
     """The target's hidden states of a reused prefix are not known: the head reads from there on."""
     folder = eagle_folder(tmp_path / "head", layout)
     engine, drafter = drafting(folder)
-    target = tiny_model(0)
+    target = head_target()
     request = engine.make_request(prompt(40), SamplingParams(max_tokens=20, **GREEDY))
     slot = Slot(0, request, num_cached=16)
     drafter.begin(slot)
@@ -380,7 +402,8 @@ def test_a_head_that_gives_no_numbers_is_not_drafted_from(tmp_path, monkeypatch,
 @pytest.mark.parametrize("layout", [EAGLE3_LAYOUT, "eagle1-authors"])
 def test_dtypes_may_differ(tmp_path, layout, stored, dtype):
     folder = eagle_folder(tmp_path / "head", layout, dtype=stored)
-    target = Llama.random(tiny_model(0).config, device="cpu", dtype=dtype, seed=0, std=0.2)
+    target = Llama.random(head_target().config, device="cpu", dtype=dtype, seed=0, std=0.2)
+    target.norm = head_target().norm.to(dtype)
     engine, drafter = drafting(folder, target=target)
     [request] = run_watched(engine, drafter, [prompt(9)], params_for(1, GREEDY))
     assert drafter._kv.k.dtype == dtype and engine.stats.drafted > 0
@@ -390,7 +413,7 @@ def test_dtypes_may_differ(tmp_path, layout, stored, dtype):
 
 def test_gradients_flow_through_a_head(tmp_path):
     """Attention is an argument, so a head can be trained with a dense one."""
-    target = tiny_model(0)
+    target = head_target()
     folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
     head = load_eagle_head(folder, EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], 3, target)
     head._fc.weight.requires_grad_()
