@@ -139,7 +139,7 @@ def tree_attention_triton(
         WINDOW=batch.window is not None,
         SPLIT=split,
         PRECISION="ieee" if wide else "tf32",  # fp32 means fp32; 16-bit operands ignore it
-        num_warps=8 if block_m >= 128 or (block_m * block_d >= 8192 and block_d > 128) else 4,
+        num_warps=8 if wide or block_m >= 128 or (block_m >= 32 and block_d > 128) else 4,
         num_stages=2,
     )
     if split:
