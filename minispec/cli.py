@@ -84,8 +84,17 @@ def _engine_options(*, target_required: bool = True) -> Callable[[F], F]:
         click.option(
             "--draft",
             default="auto",
-            metavar="auto|none|ngram|MODEL",
-            help="What proposes tokens for the target to verify. The text is the same with any.  [default: auto]",
+            metavar="auto|none|NAME[,NAME...]",
+            help="What proposes tokens for the target to verify: ngram, suffix, layers:N (the target's own first N "
+            "layers), a draft model or head, or several joined by commas. The text is the same with any.  "
+            "[default: auto]",
+        ),
+        click.option(
+            "--tree",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Shape of the trees that draft models and heads propose: a JSON list of paths of child ranks, like "
+            "[[0], [0, 0], [1]].  [default: grown where it looks best]",
         ),
         click.option(
             "--device",
@@ -242,8 +251,9 @@ def serve(
         _set_threads(threads)
         if pull:
             from minispec import hub
+            from minispec.drafters.build import model_names
 
-            for name in {config.target, config.draft} - {"auto", "none", "ngram"}:
+            for name in dict.fromkeys((config.target, *model_names(config.draft))):
                 hub.pull(name)
         from minispec.load import load_engine, model_name, preflight
         from minispec.server.app import ServerOptions

@@ -19,7 +19,10 @@ class EngineConfig:
 
     Attributes:
         target: the served model: a pulled name, a folder, a Hugging Face id in the local cache.
-        draft: ``auto``, ``none``, ``ngram``, or a draft model named as a target is.
+        draft: ``auto``, ``none``, or what drafts, several joined by commas: ``ngram``, ``suffix``, ``layers:N`` (the
+            target's own first N layers), a draft model or head named as a target is.
+        tree: file with the shape of the trees that models and heads draft (``minispec.drafters.fixed_tree``); None lets
+            them grow where they look best.
         device: ``auto`` is CUDA where there is a GPU.
         dtype: of weights and KV; ``auto`` is bfloat16.
         max_slots: requests that run at once; others wait.
@@ -33,6 +36,7 @@ class EngineConfig:
 
     target: str
     draft: str = "auto"
+    tree: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     max_slots: int = 8

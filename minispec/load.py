@@ -50,7 +50,7 @@ def preflight(config: EngineConfig) -> None:
     check_folder(folder, model)
     max_context = _max_context(config, model)
     Tokenizer.from_folder(folder)
-    build.check(config.draft, folder, max_context)
+    build.check(config.draft, folder, max_context, config.tree)
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -66,7 +66,7 @@ def load_engine(config: EngineConfig) -> Engine:
     folder = hub.resolve(config.target)
     tokenizer = Tokenizer.from_folder(folder)
     target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
-    draft = build.load(config.draft, target, folder)
+    draft = build.load(config.draft, target, folder, config.tree)
 
     max_context = _max_context(config, target.config)
     kv_bytes = kv_bytes_per_position(target.config, dtype) + draft.kv_bytes

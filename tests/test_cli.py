@@ -137,6 +137,7 @@ class FakeLLM:
 
     target: str
     draft: str = "auto"
+    tree: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     max_slots: int = 8

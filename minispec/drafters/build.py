@@ -11,6 +11,8 @@ from pathlib import Path
 from minispec import hub
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.fixed_tree import TreeShape
+from minispec.drafters.grow import RankingDrafter
 from minispec.drafters.heads import head_kind, load_head
 from minispec.drafters.layer_skip import LayerSkipDrafter, check_layers
 from minispec.drafters.ngram import NgramDrafter
@@ -65,12 +67,19 @@ def model_names(draft: str) -> tuple[str, ...]:
     return tuple(name for name in parse(draft) if name not in BUILT_IN and not name.startswith(LAYERS))
 
 
-def check(draft: str, target_folder: Path, max_context: int) -> None:
-    """Everything that can be wrong with a ``--draft`` setting, without reading weights.
+def check(draft: str, target_folder: Path, max_context: int, tree: str | None = None) -> None:
+    """Everything that can be wrong with the ``--draft`` and ``--tree`` settings, without reading weights.
 
     Raises:
         ConfigError, ModelError: with the remedy.
     """
+    if tree is not None:
+        TreeShape.from_file(Path(tree))
+        if all(name in BUILT_IN for name in parse(draft)):
+            raise ConfigError(
+                f"--tree gives a shape to drafts of models, but --draft {draft} looks text up and draws no ranks; "
+                "leave --tree out, or draft with layers:N, a model or a head"
+            )
     model = ModelConfig.from_folder(target_folder)
     for name in parse(draft):
         if name.startswith(LAYERS):
@@ -79,6 +88,9 @@ def check(draft: str, target_folder: Path, max_context: int) -> None:
         folder = _folder(name)
         if head_kind(folder) is None:
             _check_model(name, folder, target_folder, max_context)
+
+
+Make = Callable[[ModelRunner, Noise, int], RankingDrafter]
 
 
 @dataclass(frozen=True)
@@ -94,14 +106,19 @@ class Draft:
     make: Callable[[ModelRunner, Noise, int], Drafter]
 
 
-def load(draft: str, target: Llama, target_folder: Path) -> Draft:
+def load(draft: str, target: Llama, target_folder: Path, tree: str | None = None) -> Draft:
     """Load the models that a ``--draft`` setting names; ``check`` has been passed.
 
     Args:
         target: its dtype and device are the draft's.
         target_folder: with its tokenizer.
+        tree: file with the shape of the trees that models and heads draft; None leaves it to what looks best.
+
+    Raises:
+        ModelError: a draft is broken or not for this target.
     """
-    members = [_load_member(name, target, target_folder) for name in parse(draft)]
+    shape = None if tree is None else TreeShape.from_file(Path(tree))
+    members = [_load_member(name, target, target_folder, shape) for name in parse(draft)]
 
     def make(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
         drafters = [member.make(runner, noise, pages) for member in members]
@@ -110,28 +127,43 @@ def load(draft: str, target: Llama, target_folder: Path) -> Draft:
     return Draft(sum(member.kv_bytes for member in members), make)
 
 
-def _load_member(name: str, target: Llama, target_folder: Path) -> Draft:
+def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape | None) -> Draft:
     if name == "ngram":
         return Draft(0, lambda runner, noise, pages: NgramDrafter())
     if name == "suffix":
         return Draft(0, lambda runner, noise, pages: SuffixDrafter())
     if name.startswith(LAYERS):
-        layers = _layers(name)
-        return Draft(0, lambda runner, noise, pages: LayerSkipDrafter(runner, target.config.num_layers, layers, noise))
-    folder = _folder(name)
-    if head_kind(folder) is None:
-        return _load_model(name, folder, target, target_folder)
+        kv_bytes, make = _layer_skip(name, target)
+    elif head_kind(folder := _folder(name)) is not None:
+        kv_bytes, make = _load_head(name, folder, target)
+    else:
+        kv_bytes, make = _load_model(name, folder, target, target_folder)
 
-    def head(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
+    def shaped(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
+        drafter = make(runner, noise, pages)
+        if shape is not None:
+            drafter.follow(shape)
+        return drafter
+
+    return Draft(kv_bytes, shaped)
+
+
+def _layer_skip(name: str, target: Llama) -> tuple[int, Make]:
+    layers, num_layers = _layers(name), target.config.num_layers
+    return 0, lambda runner, noise, pages: LayerSkipDrafter(runner, num_layers, layers, noise)
+
+
+def _load_head(name: str, folder: Path, target: Llama) -> tuple[int, Make]:
+    def make(runner: ModelRunner, noise: Noise, pages: int) -> RankingDrafter:
         drafter = load_head(name, folder, target, noise, pages=pages, page_size=runner.kv.page_size)
         assert drafter is not None
         return drafter
 
     # a head has one layer at most, about as large as one of the target's
-    return Draft(kv_bytes_per_position(target.config, target.dtype) // target.config.num_layers, head)
+    return kv_bytes_per_position(target.config, target.dtype) // target.config.num_layers, make
 
 
-def _load_model(name: str, folder: Path, target: Llama, target_folder: Path) -> Draft:
+def _load_model(name: str, folder: Path, target: Llama, target_folder: Path) -> tuple[int, Make]:
     own, target_own = Tokenizer.from_folder(folder), Tokenizer.from_folder(target_folder)
     translation = relate(target_own, own, name)
     if translation is not None:
@@ -148,13 +180,13 @@ def _load_model(name: str, folder: Path, target: Llama, target_folder: Path) -> 
     size = own.vocab_size if translation else min(target.vocab_size, own.vocab_size)
     model = Llama.load(folder, device=target.device, dtype=target.dtype, vocab_size=size)
 
-    def make(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
+    def make(runner: ModelRunner, noise: Noise, pages: int) -> RankingDrafter:
         drafting = ModelRunner(model, pages=pages, page_size=runner.kv.page_size)
         if translation is not None:
             return TranslatingDrafter(name, drafting, PagePool(pages), noise, translation)
         return DraftModelDrafter(name, drafting, PagePool(pages), noise)
 
-    return Draft(kv_bytes_per_position(model.config, model.dtype), make)
+    return kv_bytes_per_position(model.config, model.dtype), make
 
 
 def _check_model(name: str, folder: Path, target_folder: Path, max_context: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from minispec import kernels
 from minispec.batch import Span
 from minispec.drafters.base import BaseDrafter
+from minispec.drafters.fixed_tree import Ranks, TreeShape
 from minispec.kv_cache import KVCache, PagePool
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
@@ -38,6 +39,7 @@ class Growth:
             the root, which is text.
         bits: node → the keys it sees, itself included.
         rows: node of the last frontier run → its row among that forward's samples.
+        ranks: per node, its rank among its siblings and the ranks on the way to it.
     """
 
     slot: Slot
@@ -50,6 +52,7 @@ class Growth:
     keys: dict[int, int] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=lambda: {0: 0})
     rows: dict[int, int] = field(default_factory=dict)
+    ranks: list[Ranks] = field(default_factory=lambda: [()])
 
     def span(self, pages: Sequence[int], num_cached: int, offset: int = 0) -> Span:
         """The frontier as rows behind the nodes run before; all are sampled.
@@ -118,6 +121,16 @@ class RankingDrafter(BaseDrafter):
         self.invalid = 0
         self._noise = noise
         self._children = children
+        self._shape: TreeShape | None = None
+
+    def follow(self, shape: TreeShape) -> None:
+        """Draft trees of this shape instead of what looks best.
+
+        Raises:
+            ConfigError: the drafter cannot go as deep.
+        """
+        self._shape = shape
+        self._children = shape.children
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
@@ -183,6 +196,10 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         self._width = width
         self._chunk = chunk
         self._states: dict[Slot, State] = {}
+
+    def follow(self, shape: TreeShape) -> None:
+        super().follow(shape)
+        self._depth, self._width = shape.depth, shape.width
 
     def begin(self, slot: Slot) -> None:
         self._states[slot] = self._new_state()
@@ -268,12 +285,18 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             growth.rows = {node: row + i for i, node in enumerate(growth.frontier)}
             row += len(growth.frontier)
             for node in growth.frontier:
-                for token, value in next(ranked):
+                for rank, (token, value) in enumerate(next(ranked)):
+                    ranks = (*growth.ranks[node], rank)
+                    if self._shape is not None and ranks not in self._shape.paths:
+                        continue
+                    growth.ranks.append(ranks)
                     growth.tokens.append(token)
                     growth.parents.append(node)
                     growth.values.append(growth.values[node] + value)
                     growth.depths.append(growth.depths[node] + 1)
-            layer = range(first, len(growth.tokens))
+            layer: Sequence[int] = range(first, len(growth.tokens))
+            if self._shape is not None:
+                layer = [node for node in layer if growth.ranks[node] in self._shape.parents]
             growth.frontier = sorted(layer, key=growth.values.__getitem__, reverse=True)[: self._width]
 
     def _extend(self, state: CacheState, positions: int) -> bool:

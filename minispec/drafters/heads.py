@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.drafters.base import Drafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.eagle_head import canonical, load_eagle_head
+from minispec.drafters.grow import RankingDrafter
 from minispec.drafters.medusa import MedusaDrafter, MedusaHeads
 from minispec.errors import ModelError
 from minispec.model.llama import Llama
@@ -55,7 +55,9 @@ def head_kind(folder: Path) -> str | None:
     return EAGLE3 if "layers.0.hidden_norm.weight" in names else EAGLE
 
 
-def load_head(name: str, folder: Path, target: Llama, noise: Noise, *, pages: int, page_size: int) -> Drafter | None:
+def load_head(
+    name: str, folder: Path, target: Llama, noise: Noise, *, pages: int, page_size: int
+) -> RankingDrafter | None:
     """A drafter from a head's folder, or None where it holds no head.
 
     Args:

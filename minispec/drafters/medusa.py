@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import kernels
+from minispec.drafters.fixed_tree import TreeShape
 from minispec.drafters.grow import RankingDrafter
 from minispec.drafters.head_files import DraftVocabulary, HeadFiles, Shape
 from minispec.errors import ConfigError, ModelError
@@ -156,6 +157,12 @@ class MedusaDrafter(RankingDrafter):
         self._hidden: dict[Slot, Tensor | None] = {}
         self._tree: dict[Slot, Tensor] = {}
 
+    def follow(self, shape: TreeShape) -> None:
+        shape.require_depth(self._heads.num_heads, f"{self.name}, with one head per layer,")
+        super().follow(shape)
+        self._children = min(self._children, self._heads.vocabulary.size)
+        self._depth = shape.depth
+
     def begin(self, slot: Slot) -> None:
         self._hidden[slot] = None
 
@@ -192,7 +199,8 @@ class MedusaDrafter(RankingDrafter):
         rows = [(request, len(request.tokens) + layer) for layer in range(depth) for request in requests]
         ranked = self._rank(rows, logits.flatten(0, 1))
         for row, (i, _) in enumerate(drafting):
-            trees[i] = product_tree(slots[i].request.tokens[-1], ranked[row :: len(drafting)], max_nodes[i])
+            build = product_tree if self._shape is None else self._shape.over
+            trees[i] = build(slots[i].request.tokens[-1], ranked[row :: len(drafting)], max_nodes[i])
         return trees
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
