@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from minispec import kernels
 from minispec.batch import Span
-from minispec.budget import StepCost, allot
+from minispec.budget import AutoBudget, Budget, FixedBudget, Prefill
+from minispec.costs import StepCost
 from minispec.drafters.base import Drafter
 from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
@@ -24,9 +26,12 @@ from minispec.model.llama import Taps
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Scheduler, Slot, StepPlan
-from minispec.tokenizer import Tokenizer
+from minispec.settle import settle
 from minispec.tree import DraftTree
-from minispec.verify import verify
+from minispec.verify import Acceptance
+
+if TYPE_CHECKING:
+    from minispec.tokenizer import Tokenizer
 
 
 class Runner(Protocol):
@@ -37,6 +42,20 @@ class Runner(Protocol):
 
     def forward(self, spans: Sequence[Span], *, taps: Taps | None = None) -> Tensor:
         """Write the rows' KV; return the logits of the sampled rows, float32 [samples, vocab_size]."""
+
+
+@dataclass
+class DrafterCounts:
+    """Counters of one drafter; a node that two drafters proposed counts for both.
+
+    Attributes:
+        steps: verifications of a tree that held nodes of it.
+        drafted, accepted: depth in the tree → its nodes verified, and those that became text.
+    """
+
+    steps: int = 0
+    drafted: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,6 +71,7 @@ class EngineStats:
         preemptions: slots taken back for want of pages.
         verifications: trees verified.
         drafted, accepted: draft nodes verified, and those that became text.
+        drafters: the same by drafter and depth.
     """
 
     steps: int = 0
@@ -63,6 +83,22 @@ class EngineStats:
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
+
+    def count(self, tree: DraftTree, sources: Sequence[Sequence[str]], accepted: Collection[int]) -> None:
+        """Count a verified tree whose nodes ``accepted`` became text."""
+        self.verifications += 1
+        self.drafted += len(tree) - 1
+        self.accepted += len(accepted)
+        for name in {name for own in sources[1:] for name in own}:
+            counts = self.drafters.setdefault(name, DrafterCounts())
+            counts.steps += 1
+            for node in range(1, len(tree)):
+                if name in sources[node]:
+                    depth = tree.depth[node]
+                    # drafted first: whoever reads from another thread, accepted first, never sees more of those
+                    counts.drafted[depth] = counts.drafted.get(depth, 0) + 1
+                    counts.accepted[depth] = counts.accepted.get(depth, 0) + (node in accepted)
 
 
 class Engine:
@@ -79,6 +115,7 @@ class Engine:
         max_step_tokens: rows of one step.
         tree_budget: nodes, roots included, that a step may verify over all slots.
         step_cost: measured cost that decides how much of the budget pays; None uses the whole budget.
+        clock: seconds that drafting and forwards are measured by.
         name: what the model is called in the API.
         description: settings worth showing (device, dtype, …).
         default_params: the model's own sampling defaults.
@@ -97,6 +134,7 @@ class Engine:
         max_step_tokens: int = 256,
         tree_budget: int = 64,
         step_cost: StepCost | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         eos_ids: frozenset[int] = frozenset(),
         name: str = "",
         description: dict[str, Any] | None = None,
@@ -110,7 +148,7 @@ class Engine:
         self.name = name
         self.description = description or {}
         self.default_params = default_params or {}
-        self.step_cost = step_cost
+        self.budget: Budget = FixedBudget() if step_cost is None else AutoBudget(step_cost)
         self.stats = EngineStats()
         self.scheduler = Scheduler(
             pool,
@@ -119,6 +157,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
             max_tree_tokens=tree_budget,
         )
+        self._clock = clock
         self._noise = noise
         self._tokenizer = tokenizer
         self._ids = itertools.count()
@@ -127,6 +166,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         assert self._tokenizer is not None, "this engine was made without a tokenizer"
         return self._tokenizer
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """The current estimate of what a step costs; None under a fixed budget."""
+        return self.budget.step_cost
 
     @property
     def room(self) -> int:
@@ -165,6 +209,12 @@ class Engine:
                 "Shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
+            )
+        names = [member.name for member in self.drafter.members]
+        if unknown := set(params.speculation.drafters or ()) - set(names):
+            raise RequestError(
+                f"there is no drafter {min(unknown)!r} here; loaded: {', '.join(names)}",
+                param="speculation.drafters",
             )
         room = self.room - len(prompt)
         return Request(
@@ -205,7 +255,7 @@ class Engine:
             self.drafter.begin(slot)
         plan, max_nodes, preempted = self.scheduler.reserve(self.scheduler.plan())
         for slot in preempted:
-            self.drafter.end(slot)
+            self._end_draft(slot)
         self.stats.preemptions += len(preempted)
         if plan.empty:
             return []
@@ -221,14 +271,20 @@ class Engine:
             for slot, count in plan.chunks
         ]
         spans += [Span.tree(tree, slot.pages, slot.num_cached) for slot, tree in zip(plan.decoding, trees, strict=True)]
+        begin = self._clock()
         taps = Taps(self.drafter.taps) if self.drafter.taps else None
         logits = self.runner.forward(spans, taps=taps)
         if taps is not None:
             self._observe(plan, spans, taps.features)
         samples = self._sample(logits, plan, trees)
+        places = [(slot.pages, slot.num_cached) for slot in plan.decoding]
+        first_tokens, accepted = settle(self.runner.kv, samples, trees, places)
         self.stats.steps += 1
-        self.stats.forward_rows += sum(len(span.tokens) for span in spans)
-        return self._advance(plan, trees, samples)
+        rows = sum(len(span.tokens) for span in spans)
+        self.stats.forward_rows += rows
+        if not plan.chunks:  # a prompt's rows cost otherwise, as few of them are sampled
+            self.budget.observe(rows, len(plan.decoding), self._clock() - begin)
+        return self._advance(plan, trees, first_tokens, accepted)
 
     def check(self) -> None:
         """Assert the invariants of slots and pages (DraftTree, Span and Acceptance check themselves when made)."""
@@ -236,17 +292,33 @@ class Engine:
 
     def _draft(self, plan: StepPlan, max_nodes: Sequence[int]) -> list[DraftTree]:
         """A tree per decoding slot, cut to the nodes that pay."""
-        drafting = [(slot, count) for slot, count in zip(plan.decoding, max_nodes, strict=True) if count > 1]
-        proposed: dict[Slot, DraftTree] = {}
-        if drafting:
-            slots, counts = zip(*drafting, strict=True)
-            proposed = {
-                # a walk of depth d emits d + 1 tokens: deeper nodes than that could never be used
-                slot: tree.best(count, max_depth=slot.request.remaining - 1)
-                for slot, count, tree in zip(slots, counts, self.drafter.propose(slots, counts), strict=True)
-            }
-        trees = [proposed.get(slot) or DraftTree.root(slot.request.tokens[-1]) for slot in plan.decoding]
-        return allot(trees, plan.tree_budget, self.step_cost, other_rows=sum(count for _, count in plan.chunks))
+        slots = plan.decoding
+        prefill = Prefill(rows=sum(count for _, count in plan.chunks), tokens=len(plan.chunks))
+        wanted = [self._wanted(slot, count) for slot, count in zip(slots, max_nodes, strict=True)]
+        limits = self.budget.limits(self.drafter, slots, wanted, prefill)
+        drafting = [(slot, count) for slot, count in zip(slots, limits, strict=True) if count > 1]
+        if not drafting:
+            return [DraftTree.root(slot.request.tokens[-1]) for slot in slots]
+        begin = self._clock()
+        proposed = dict(
+            zip((slot for slot, _ in drafting), self.drafter.propose(*zip(*drafting, strict=True)), strict=True)
+        )
+        deepest = max(max(tree.depth) for tree in proposed.values())
+        self.budget.drafted(self.drafter, len(drafting), deepest, self._clock() - begin)
+        trees = [
+            # a walk of depth d emits d + 1 tokens: deeper nodes than that could never be used
+            proposed[slot].best(count, max_depth=slot.request.remaining - 1)
+            if slot in proposed
+            else DraftTree.root(slot.request.tokens[-1])
+            for slot, count in zip(slots, limits, strict=True)
+        ]
+        return self.budget.cut(self.drafter, slots, trees, plan.tree_budget, prefill)
+
+    def _wanted(self, slot: Slot, count: int) -> int:
+        """Most nodes of a slot's tree, of the ``count`` it has room for, as its request wishes."""
+        if not any(slot.request.may_draft(member.name) for member in self.drafter.members):
+            return 1
+        return min(count, slot.request.params.speculation.max_nodes or count)
 
     def _observe(self, plan: StepPlan, spans: Sequence[Span], features: Tensor) -> None:
         """Hand the drafter each slot's rows of the tapped hidden states."""
@@ -255,46 +327,46 @@ class Engine:
         for slot, own in zip(slots, rows, strict=True):
             self.drafter.observe(slot, own)
 
-    def _sample(self, logits: Tensor, plan: StepPlan, trees: Sequence[DraftTree]) -> list[int]:
-        """The target's token after each sampled row: the chunks that end their prompt, then every node."""
+    def _sample(self, logits: Tensor, plan: StepPlan, trees: Sequence[DraftTree]) -> Tensor:
+        """[samples] int64, the target's token after each sampled row: chunks that end their prompt, then every node."""
         rows = [(slot.request, len(slot.request.tokens)) for slot, count in plan.chunks if count == slot.num_pending]
         for slot, tree in zip(plan.decoding, trees, strict=True):
             rows += [(slot.request, len(slot.request.tokens) + depth) for depth in tree.depth]
         if not rows:
-            return []
-        tokens: list[int] = kernels.sample(logits, SamplingBatch.build(rows, logits.device), self._noise).tolist()
-        return tokens
+            return logits.new_empty(0, dtype=torch.int64)
+        return kernels.sample(logits, SamplingBatch.build(rows, logits.device), self._noise)
 
-    def _advance(self, plan: StepPlan, trees: Sequence[DraftTree], samples: Sequence[int]) -> list[TokenEvent]:
-        """Verify, commit, append; release the slots whose requests ended."""
+    def _advance(
+        self,
+        plan: StepPlan,
+        trees: Sequence[DraftTree],
+        first_tokens: Sequence[int],
+        accepted: Sequence[Acceptance],
+    ) -> list[TokenEvent]:
+        """Append what the step emits; release the slots whose requests ended."""
         events: list[TokenEvent] = []
-        sampled = iter(samples)
+        first = iter(first_tokens)
         for slot, count in plan.chunks:
             complete = count == slot.num_pending
             slot.num_cached += count
             if complete:
-                events.append(self._append(slot, [next(sampled)]))
+                events.append(self._append(slot, [next(first)]))
 
-        commits = []
-        for slot, tree in zip(plan.decoding, trees, strict=True):
+        for slot, tree, acceptance in zip(plan.decoding, trees, accepted, strict=True):
             request = slot.request
-            acceptance = verify(tree, list(itertools.islice(sampled, len(tree))))
             event = self._append(slot, acceptance.tokens)
             emitted = len(event.tokens)
             # drafts behind the cut are not part of the text; the bonus token is no draft
-            accepted = min(emitted, len(acceptance.path) - 1)
-            for counts in (request.speculation, self.stats):
-                counts.drafted += len(tree) - 1
-                counts.accepted += accepted
-            request.speculation.steps += 1
-            request.speculation.emitted += emitted
-            self.stats.verifications += 1
+            kept = acceptance.path[1 : emitted + 1]
+            sources = self.drafter.sources(slot, tree)
+            self.stats.count(tree, sources, kept)
+            request.speculation.count(drafted=len(tree) - 1, accepted=len(kept), emitted=emitted)
+            request.record(tree, acceptance, emitted)
             if not request.finished:
-                commits.append((slot.pages, slot.num_cached, acceptance.path))
+                self.budget.learn(slot, tree, sources, acceptance)
                 slot.num_cached += emitted
                 self.drafter.accept(slot, tree, acceptance)
             events.append(event)
-        self.runner.kv.commit(commits)
         for event in events:
             if event.request.finished:
                 self._release(next(slot for slot in self.scheduler.running if slot.request is event.request))
@@ -312,5 +384,9 @@ class Engine:
         return TokenEvent(request, appended, text, request.finish_reason)
 
     def _release(self, slot: Slot) -> None:
-        self.drafter.end(slot)
+        self._end_draft(slot)
         self.scheduler.release(slot)
+
+    def _end_draft(self, slot: Slot) -> None:
+        self.drafter.end(slot)
+        self.budget.end(slot)

@@ -155,6 +155,13 @@ class SpeculationStats:
     accepted: int = 0
     emitted: int = 0
 
+    def count(self, *, drafted: int, accepted: int, emitted: int) -> None:
+        """Add one verification."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens per verification, bonus included; None before the first."""

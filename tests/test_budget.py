@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.budget import StepCost, allot
+from minispec.budget import Prefill, allot
+from minispec.costs import StepCost
 from minispec.tree import DraftTree
 
 
@@ -70,7 +71,7 @@ def test_without_a_cost_the_budget_is_used_up(forest, budget):
 
 @given(forests, st.integers(1, 20), costs, st.integers(0, 12))
 def test_with_a_cost_the_budget_is_a_bound(forest, budget, cost, other_rows):
-    cut = allot(forest, budget, cost, other_rows)
+    cut = allot(forest, budget, cost, Prefill(other_rows))
     assert all(map(is_cut_of, cut, forest)) and len(cut) == len(forest)
     assert sum(map(len, cut)) <= max(budget, len(forest))
 
@@ -92,7 +93,7 @@ def test_no_closed_choice_of_nodes_gives_more_tokens_per_second(forest, budget, 
 
     choices = itertools.product(*map(cuts, forest))
     best = max(rate(c) for c in choices if sum(map(len, c)) <= max(budget, len(forest)))
-    assert rate(tuple(allot(forest, budget, cost, other_rows))) == pytest.approx(best)
+    assert rate(tuple(allot(forest, budget, cost, Prefill(other_rows)))) == pytest.approx(best)
 
 
 def test_free_rows_are_filled_and_dear_rows_are_not():
@@ -108,7 +109,7 @@ def test_prefill_rows_make_drafts_cheaper():
     """The step is long anyway: a node adds less to it."""
     tree = chain(0.5, 0.4)
     assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0))] == [1]
-    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0), other_rows=20)] == [3]
+    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0), Prefill(rows=20))] == [3]
 
 
 def test_many_slots_share_the_fixed_cost():
@@ -130,7 +131,7 @@ def test_the_best_nodes_win_whosever_they_are():
 
 def test_nothing_to_allot():
     assert allot([], 10, StepCost(1.0, 1.0)) == [] and allot([], 10, None) == []
-    assert allot([DraftTree.root(5)], 10, StepCost(1.0, 1.0), other_rows=3) == [DraftTree.root(5)]
+    assert allot([DraftTree.root(5)], 10, StepCost(1.0, 1.0), Prefill(rows=3)) == [DraftTree.root(5)]
 
 
 def test_a_node_that_is_never_reached_is_not_verified():

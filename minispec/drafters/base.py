@@ -35,10 +35,18 @@ class Drafter(Protocol):
     @property
     def depth_limit(self) -> int:
         """Deepest layer worth growing in the next proposal; the engine sets it on the drafter and on its members, from
-        measured costs. Those that draft in one go need not heed it: what is deeper is cut."""
+        measured costs. Those that draft in one go need not heed it: what is deeper is cut. At 0 a union leaves the
+        member out."""
 
     @depth_limit.setter
     def depth_limit(self, depth: int) -> None: ...
+
+    @property
+    def seconds(self) -> float:
+        """What its part of the last proposal took; a union measures its members, the engine everybody else."""
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -75,6 +83,7 @@ class BaseDrafter:
     taps: tuple[int, ...] = ()
     invalid: int = 0
     depth_limit: int = MAX_NODES
+    seconds: float = 0.0
 
     @property
     def members(self) -> Sequence[Drafter]:
