@@ -107,7 +107,7 @@ class StepBatch:
         row_start = [0]
         sample_rows: list[int] = []
         words = max((-(-s.tree_size // WORD_BITS) for s in spans if s.ancestors is not None), default=1)
-        ancestors: list[list[int]] = []
+        ancestors: list[bytes] = []
         width = max((len(s.pages) for s in spans), default=0)
         for span in spans:
             start = span.num_cached + span.first_key
@@ -122,7 +122,7 @@ class StepBatch:
                 bits = 0 if span.ancestors is None else span.ancestors[i]
                 if window is not None and bits:
                     bits = _within_window(bits, window)
-                ancestors.append(_words(bits, words))
+                ancestors.append(bits.to_bytes(words * WORD_BITS // 8, "little"))
 
         fields = upload(
             [
@@ -133,7 +133,7 @@ class StepBatch:
                 torch.tensor([s.num_cached for s in spans], dtype=torch.int32),
                 torch.tensor([s.tree_size for s in spans], dtype=torch.int32),
                 torch.tensor([s.ancestors is None for s in spans], dtype=torch.bool),
-                torch.tensor(ancestors, dtype=torch.int32).view(len(tokens), words),
+                _int32(b"".join(ancestors)).view(len(tokens), words),
                 torch.tensor([[*s.pages, *[0] * (width - len(s.pages))] for s in spans], dtype=torch.int32).view(
                     len(spans), width
                 ),
@@ -193,10 +193,9 @@ class StepBatch:
         return mask
 
 
-def _words(bits: int, count: int) -> list[int]:
-    """Split a bit mask into ``count`` words, as signed 32-bit integers."""
-    words = ((bits >> (WORD_BITS * w)) & 0xFFFFFFFF for w in range(count))
-    return [w - (1 << WORD_BITS) if w >> (WORD_BITS - 1) else w for w in words]
+def _int32(data: bytes) -> Tensor:
+    """Bytes as words of 32 bits, as they lie in memory: every machine with a GPU is little-endian."""
+    return torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
 
 
 def _within_window(bits: int, window: int) -> int:
