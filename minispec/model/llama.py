@@ -183,7 +183,7 @@ class Llama:
                 taps.see(i, residual)
             q, k, v = (part.view(rows, -1, config.head_dim) for part in layer.qkv(y).split(self._widths, dim=-1))
             if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = kernels.rms_norm(q, layer.q_norm, eps)[0], kernels.rms_norm(k, layer.k_norm, eps)[0]
+                q, k = kernels.qk_norm(q, k, layer.q_norm, layer.k_norm, eps)
             q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
             attended = kernels.tree_attention(q, k_cache, v_cache, batch, scale)
             y, residual = kernels.rms_norm(layer.o(attended.view(rows, -1)), layer.post_norm, eps, residual)
