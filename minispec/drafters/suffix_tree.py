@@ -16,7 +16,7 @@ from itertools import islice
 
 MAX_DEPTH = 32
 """Longest string with a node of its own, context and continuation together."""
-MAX_CHILDREN = 64
+MAX_CHILDREN = 32
 """Most children of a node that are looked at: the latest seen."""
 
 
