@@ -118,8 +118,9 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
         "engine_steps": ("Steps that ran the target.", stats.steps),
         "preemptions": ("Slots taken back for want of pages.", stats.preemptions),
         "speculation_steps": ("Verifications of a tree.", stats.verifications),
-        "speculation_drafted_tokens": ("Draft tokens verified.", stats.drafted),
+        # the engine goes on meanwhile: what is accepted is read before what is drafted, so that it never exceeds it
         "speculation_accepted_tokens": ("Draft tokens that became text.", stats.accepted),
+        "speculation_drafted_tokens": ("Draft tokens verified.", stats.drafted),
     }
     for name, (help_text, number) in counters.items():
         yield CounterMetricFamily(f"minispec_{name}", help_text, value=number)
@@ -127,6 +128,33 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
     for reason, number in stats.finished.items():
         finished.add_metric([reason], number)
     yield finished
+    yield from _drafter_families(engine)
+
+
+def _drafter_families(engine: Engine) -> Iterator[Metric]:
+    """By drafter, and by depth in the tree from 1; a token that two drafters proposed counts for both."""
+    by_depth = ["drafter", "depth"]
+    accepted = CounterMetricFamily(
+        "minispec_drafter_accepted_tokens", "Draft tokens that became text, by drafter and depth.", labels=by_depth
+    )
+    drafted = CounterMetricFamily(
+        "minispec_drafter_drafted_tokens", "Draft tokens verified, by drafter and depth.", labels=by_depth
+    )
+    steps = CounterMetricFamily(
+        "minispec_drafter_steps", "Verifications of trees with nodes of the drafter.", labels=["drafter"]
+    )
+    invalid = CounterMetricFamily(
+        "minispec_drafter_invalid_rows", "Rows not drafted from, as their logits were not finite.", labels=["drafter"]
+    )
+    for name, counts in engine.stats.drafters.copy().items():
+        for family, numbers in ((accepted, counts.accepted), (drafted, counts.drafted)):
+            for depth, number in sorted(numbers.copy().items()):  # the engine's thread may add a depth
+                family.add_metric([name, str(depth)], number)
+    for member in engine.drafter.members:
+        known = engine.stats.drafters.get(member.name)
+        steps.add_metric([member.name], known.steps if known else 0)
+        invalid.add_metric([member.name], member.invalid)
+    yield from (drafted, accepted, steps, invalid)
 
 
 def render(worker: EngineOwner, latencies: Latencies) -> bytes:

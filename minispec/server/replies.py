@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from minispec.request import Request, TokenEvent
@@ -30,7 +31,13 @@ class Reply:
     def whole(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The answer without streaming, once the requests have ended."""
         choices = [
-            {"index": index, **self._content(request), "logprobs": None, "finish_reason": request.finish_reason}
+            {
+                "index": index,
+                **self._content(request),
+                "logprobs": None,
+                "finish_reason": request.finish_reason,
+                **_trace(request),
+            }
             for index, request in enumerate(requests)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage(requests)}
@@ -67,7 +74,16 @@ class ChatReply(Reply):
         if deltas and index not in self._begun:
             self._begun.add(index)
             deltas[0] = ({"role": "assistant", **deltas[0][0]}, deltas[0][1])
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason} for delta, reason in deltas]
+        return [
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": None,
+                "finish_reason": reason,
+                **(_trace(event.request) if reason else {}),
+            }
+            for delta, reason in deltas
+        ]
 
     def _content(self, request: Request) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": request.text, "refusal": None}}
@@ -84,7 +100,16 @@ class CompletionReply(Reply):
     def of(self, index: int, event: TokenEvent) -> list[dict[str, Any]]:
         if not event.text and event.finish_reason is None:
             return []
-        return [{"index": index, "text": event.text, "logprobs": None, "finish_reason": event.finish_reason}]
+        reason = event.finish_reason
+        trace = _trace(event.request) if reason else {}
+        return [{"index": index, "text": event.text, "logprobs": None, "finish_reason": reason, **trace}]
 
     def _content(self, request: Request) -> dict[str, Any]:
         return {"text": request.text}
+
+
+def _trace(request: Request) -> dict[str, Any]:
+    """The field with the request's verifications, where they were asked for."""
+    if not request.params.speculation.trace:
+        return {}
+    return {"speculation_trace": [asdict(step) for step in request.trace]}

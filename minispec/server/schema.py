@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minispec.chat_template import check_text
 from minispec.errors import RequestError
-from minispec.request import MAX_STOPS, SamplingParams
+from minispec.request import MAX_STOPS, SamplingParams, SpeculationParams
 
 MAX_PROMPTS = 32
 """Prompts in one /v1/completions request."""
@@ -82,6 +82,16 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class Speculation(BaseModel):
+    """How much is drafted for the request. Only minispec knows this object, so an unknown key in it is a mistake."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool | None = None
+    max_nodes: int | None = None
+    drafters: list[str] | None = None
+
+
 class GenerationBody(BaseModel):
     """Fields that /v1/chat/completions and /v1/completions share."""
 
@@ -98,6 +108,8 @@ class GenerationBody(BaseModel):
     seed: int | None = None
     ignore_eos: bool | None = None
     stop: Any = None
+    speculation: Speculation | None = None
+    trace: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -110,7 +122,7 @@ class GenerationBody(BaseModel):
         values |= {name: value for name, value in given.items() if value is not None}
         limit_name, limit = self._limit()
         try:
-            return SamplingParams(max_tokens=limit, stop=_stops(self.stop), **values)
+            return SamplingParams(max_tokens=limit, stop=_stops(self.stop), speculation=self._speculation(), **values)
         except RequestError as error:
             if error.param == "max_tokens" and limit_name != "max_tokens":
                 message = str(error).replace("max_tokens", limit_name)
@@ -119,6 +131,10 @@ class GenerationBody(BaseModel):
 
     def _limit(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
+
+    def _speculation(self) -> SpeculationParams:
+        given = self.speculation.model_dump(exclude_none=True) if self.speculation else {}
+        return SpeculationParams(**given, trace=bool(self.trace))
 
 
 class ChatBody(GenerationBody):
@@ -280,6 +296,9 @@ def _type_error(error: ValidationError) -> RequestError:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing; it is required.", param=param)
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(Speculation.model_fields)
+        return RequestError(f"{param} is unknown; {first['loc'][0]} may have {known}.", param=param)
     complaint = first["msg"][:1].lower() + first["msg"][1:]
     return RequestError(f"{param}: {complaint}, {_short(first['input'])} given", param=param)
 
