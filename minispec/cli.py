@@ -1,4 +1,4 @@
-"""The command line: minispec serve | chat | generate | bench | pull.
+"""The command line: minispec serve | chat | generate | bench | tune-tree | pull.
 
 Whatever needs torch is imported inside the commands, so that help and mistakes are answered at once.
 """
@@ -6,26 +6,25 @@ Whatever needs torch is imported inside the commands, so that help and mistakes 
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import minispec
-from minispec.config import DEVICES, DTYPES, EngineConfig
+from minispec.config import EngineConfig
 from minispec.errors import ConfigError, MinispecError
+from minispec.options import NumbersList, engine_options, prompts_option, sampling_options
+from minispec.tree import MAX_NODES
 
 if TYPE_CHECKING:
     from minispec.chat import ChatBackend
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -49,126 +48,6 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class _NumberOrAuto(click.ParamType):
-    """A whole number, or ``auto``."""
-
-    name = "number or auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto" or isinstance(value, int):
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither `auto` nor a whole number", param, ctx)
-
-
-def _with(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator; help shows them in this order."""
-
-    def decorate(command: F) -> F:
-        return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
-
-    return decorate
-
-
-def _engine_options(*, target_required: bool = True) -> Callable[[F], F]:
-    """Options of every command that runs an engine; they arrive as the fields of EngineConfig, and ``threads``."""
-    return _with(
-        click.option(
-            "--target",
-            required=target_required,
-            metavar="MODEL",
-            help="Model to run: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache.",
-        ),
-        click.option(
-            "--draft",
-            default="auto",
-            metavar="auto|none|NAME[,NAME...]",
-            help="What proposes tokens for the target to verify: ngram, suffix, layers:N (the target's own first N "
-            "layers), a draft model or head, or several joined by commas. The text is the same with any.  "
-            "[default: auto]",
-        ),
-        click.option(
-            "--tree",
-            type=click.Path(dir_okay=False),
-            metavar="FILE",
-            help="Shape of the trees that draft models and heads propose: a JSON list of paths of child ranks, like "
-            "[[0], [0, 0], [1]].  [default: grown where it looks best]",
-        ),
-        click.option(
-            "--device",
-            type=click.Choice(DEVICES),
-            default="auto",
-            help="auto is cuda if there is a GPU.  [default: auto]",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(DTYPES),
-            default="auto",
-            help="Type of weights and KV cache; auto fits the device.  [default: auto]",
-        ),
-        click.option(
-            "--max-slots",
-            type=int,
-            default=8,
-            metavar="N",
-            help="Requests that run at once; others wait.  [default: 8]",
-        ),
-        click.option(
-            "--max-context",
-            type=int,
-            metavar="N",
-            help="Most tokens of one request, prompt and output together.  [default: the model's limit]",
-        ),
-        click.option(
-            "--kv-memory",
-            type=float,
-            metavar="GiB",
-            help="Memory of the KV cache.  [default: what full slots need, as far as memory goes]",
-        ),
-        click.option(
-            "--tree-budget",
-            type=_NumberOrAuto(),
-            metavar="auto|N",
-            default="auto",
-            help="Tokens a step may verify over all slots; auto measures what pays.  [default: auto]",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="CPU threads of the model.  [default: all cores]",
-        ),
-    )
-
-
-_sampling_options = _with(
-    click.option(
-        "--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [default: what the context holds]"
-    ),
-    click.option(
-        "--temperature", type=float, metavar="T", help="0 is greedy, at most 2.  [default: the model's, or 1]"
-    ),
-    click.option(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="Keep the likeliest tokens up to this mass, 0 to 1.  [default: the model's, or 1]",
-    ),
-    click.option(
-        "--top-k", type=int, metavar="K", help="Keep this many tokens; 0 is off.  [default: the model's, or 0]"
-    ),
-    click.option(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="Drop tokens less likely than this share of the best, 0 to 1.  [default: the model's, or 0]",
-    ),
-    click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.  [default: random]"),
-)
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(minispec.__version__, "--version", message="minispec %(version)s")
 def cli() -> None:
@@ -179,7 +58,7 @@ def cli() -> None:
 
 
 @cli.command()
-@_engine_options()
+@engine_options()
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -274,7 +153,7 @@ def serve(
 
 
 @cli.command()
-@_engine_options(target_required=False)
+@engine_options(target_required=False)
 @click.option(
     "--url", metavar="URL", help="Talk to this server instead of loading a model, like http://localhost:8000."
 )
@@ -286,7 +165,7 @@ def serve(
 )
 @click.option("--model", metavar="NAME", help="Model to ask for at --url.  [default: the first it lists]")
 @click.option("--system", metavar="TEXT", help="System prompt.  [default: the chat template's]")
-@_sampling_options
+@sampling_options
 def chat(
     url: str | None,
     api_key: str | None,
@@ -328,8 +207,8 @@ def chat(
 
 
 @cli.command()
-@_engine_options()
-@_sampling_options
+@engine_options()
+@sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; repeatable.  [default: none]")
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it stands, without the chat template.  [default: off]")
 @click.option(
@@ -363,13 +242,8 @@ def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threa
 
 
 @cli.command()
-@_engine_options()
-@click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Prompts to run.  [default: a set that comes with minispec]",
-)
+@engine_options()
+@prompts_option
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -380,17 +254,17 @@ def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threa
 @click.option("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, at most 2.  [default: 0]")
 @click.option(
     "--concurrency",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="N",
-    help="Requests kept running at once.  [default: 1]",
+    type=NumbersList(),
+    default=(1,),
+    metavar="N[,N…]",
+    help="Requests kept running at once; several numbers measure one after the other.  [default: 1]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
 def bench(
     prompts: Path | None,
     max_tokens: int,
     temperature: float,
-    concurrency: int,
+    concurrency: tuple[int, ...],
     as_json: bool,
     threads: int | None,
     **settings: Any,
@@ -406,6 +280,63 @@ def bench(
         max_tokens=max_tokens,
         temperature=temperature,
         concurrency=concurrency,
+        as_json=as_json,
+    )
+
+
+@cli.command("tune-tree")
+@engine_options()
+@prompts_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the tree is written, for --tree.  [default: nowhere]",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    metavar="N",
+    help="Tokens to generate per prompt.  [default: 128]",
+)
+@click.option("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, at most 2.  [default: 0]")
+@click.option("--depth", type=click.IntRange(1, 64), default=4, metavar="N", help="Layers to measure.  [default: 4]")
+@click.option("--children", type=click.IntRange(1, 64), default=8, metavar="N", help="Ranks to measure.  [default: 8]")
+@click.option(
+    "--nodes",
+    type=click.IntRange(2, MAX_NODES),
+    default=64,
+    metavar="N",
+    help="Largest tree to consider.  [default: 64]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
+def tune_tree(
+    prompts: Path | None,
+    out: Path | None,
+    max_tokens: int,
+    temperature: float,
+    depth: int,
+    children: int,
+    nodes: int,
+    as_json: bool,
+    threads: int | None,
+    **settings: Any,
+) -> int:
+    """Find the fastest fixed tree for a draft model or head, from measured acceptance and step costs."""
+    config = EngineConfig(**settings)
+    _set_threads(threads)
+    from minispec.bench.tune_tree import run_tune_tree
+
+    return run_tune_tree(
+        config,
+        prompts=prompts,
+        out=out,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        depth=depth,
+        children=children,
+        nodes=nodes,
         as_json=as_json,
     )
 

@@ -24,6 +24,7 @@ class EngineConfig:
         tree: file with the shape of the trees that models and heads draft (``minispec.drafters.fixed_tree``); None lets
             them grow where they look best.
         device: ``auto`` is CUDA where there is a GPU.
+        draft_device: where a draft model runs; ``auto`` is beside the target.
         dtype: of weights and KV; ``auto`` is bfloat16.
         max_slots: requests that run at once; others wait.
         max_context: most tokens of one request, prompt and output; None is the model's own limit, at most
@@ -38,6 +39,7 @@ class EngineConfig:
     draft: str = "auto"
     tree: str | None = None
     device: str = "auto"
+    draft_device: str = "auto"
     dtype: str = "auto"
     max_slots: int = 8
     max_context: int | None = None
@@ -50,6 +52,7 @@ class EngineConfig:
         if not self.target:
             raise ConfigError("no target model given; name one, for example `--target smollm2-135m`")
         _require_choice("device", self.device, DEVICES)
+        _require_choice("draft_device", self.draft_device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
         _require_int("max_slots", self.max_slots, 1, 1024)
         if self.max_context is not None:

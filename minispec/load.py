@@ -20,6 +20,7 @@ from minispec.drafters import build
 from minispec.drafters.base import NoDrafter
 from minispec.engine import Engine
 from minispec.errors import ConfigError, ModelError, RequestError
+from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
@@ -51,6 +52,7 @@ def preflight(config: EngineConfig) -> None:
     max_context = _max_context(config, model)
     Tokenizer.from_folder(folder)
     build.check(config.draft, folder, max_context, config.tree)
+    draft_device(config, device)
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -66,14 +68,15 @@ def load_engine(config: EngineConfig) -> Engine:
     folder = hub.resolve(config.target)
     tokenizer = Tokenizer.from_folder(folder)
     target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
-    draft = build.load(config.draft, target, folder, config.tree)
+    draft = build.load(config.draft, target, folder, config.tree, draft_device(config, device))
 
     max_context = _max_context(config, target.config)
     kv_bytes = kv_bytes_per_position(target.config, dtype) + draft.kv_bytes
     pages = _pages(config, kv_bytes, max_context, device)
-    runner = ModelRunner(target, pages=pages, page_size=config.page_size)
+    runner = runner_for(target, pages=pages, page_size=config.page_size, max_context=max_context)
     noise = Noise(runner.vocab_size, device)
     drafter = draft.make(runner, noise, pages)
+    runner.prepare(config.max_slots, drafter.taps)
 
     auto = config.tree_budget == "auto"
     tree_budget = _TREE_TOKENS[device.type] if config.tree_budget == "auto" else int(config.tree_budget)
@@ -110,6 +113,26 @@ def load_engine(config: EngineConfig) -> Engine:
         )
     logger.info("%s ready in %.1f s: %s", engine.name, time.monotonic() - started, engine.description)
     return engine
+
+
+def draft_device(config: EngineConfig, target: torch.device) -> torch.device:
+    """Where draft models run.
+
+    Raises:
+        ConfigError: CUDA is asked for and absent, or there is no model to place.
+    """
+    if config.draft_device == "auto":
+        return target
+    try:
+        device = resolve_device(config.draft_device)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("device", "draft-device", 2)) from None
+    if device != target and not build.has_models(config.draft):
+        raise ConfigError(
+            f"--draft-device {config.draft_device} places a draft model, and --draft {config.draft} names none: it "
+            "runs with the target; leave --draft-device out"
+        )
+    return device
 
 
 def model_name(target: str) -> str:

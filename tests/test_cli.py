@@ -28,7 +28,7 @@ def test_version(capsys):
     assert status == 0 and out.startswith("minispec ")
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench", "pull"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench", "tune-tree", "pull"])
 def test_every_option_explains_itself(capsys, command):
     status, out, _ = run(capsys, command, "--help")
     assert status == 0 and "Usage: minispec " + command in out
@@ -50,7 +50,7 @@ def test_help_does_not_import_torch():
     ("args", "words"),
     [
         (["sreve"], "Did you mean 'serve'?"),
-        (["frobnicate"], "Commands: bench, chat, generate, pull, serve"),
+        (["frobnicate"], "Commands: bench, chat, generate, pull, serve, tune-tree"),
         (["--traget", "x"], "--target"),
         (["serve", "--prot", "1"], "--port"),
         (["serve"], "--target"),
@@ -139,6 +139,7 @@ class FakeLLM:
     draft: str = "auto"
     tree: str | None = None
     device: str = "auto"
+    draft_device: str = "auto"
     dtype: str = "auto"
     max_slots: int = 8
     max_context: int | None = None

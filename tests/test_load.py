@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from minispec import hub
+from minispec import hub, load
 from minispec.config import EngineConfig
 from minispec.drafters.base import NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
@@ -86,6 +86,29 @@ def test_drafters_by_name(models, draft, kind):
 def test_the_tree_budget(models, tree_budget, draft, most, measured):
     engine = load_engine(config(models["target"], draft, tree_budget=tree_budget))
     assert engine.scheduler.max_tree_tokens == most and (engine.step_cost is not None) is measured
+
+
+def test_the_draft_may_be_placed(models):
+    plain = load_engine(config(models["target"], models["draft"]))
+    placed = load_engine(config(models["target"], models["draft"], draft_device="cpu"))
+    assert generate(placed, [1, 2, 3], max_tokens=9).output == generate(plain, [1, 2, 3], max_tokens=9).output
+    with pytest.raises(ConfigError, match="draft_device must be one of"):
+        config(models["target"], models["draft"], draft_device="gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("draft", ["draft", "ngram"])
+def test_a_draft_device_that_is_absent(models, draft):
+    with pytest.raises(
+        ConfigError, match=r"draft-device cuda was asked for, but torch finds no CUDA GPU.*--draft-device cpu"
+    ):
+        preflight(config(models["target"], models.get(draft, draft), draft_device="cuda"))
+
+
+def test_a_draft_device_without_a_draft_model(models, monkeypatch):
+    monkeypatch.setattr(load, "resolve_device", lambda name: torch.device("meta" if name == "cpu" else "cpu"))
+    with pytest.raises(ConfigError, match="--draft ngram,suffix names none"):
+        preflight(config(models["target"], "ngram,suffix", device="auto", draft_device="cpu"))
 
 
 def test_the_context_is_the_models_own_unless_given(models):

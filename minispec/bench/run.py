@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,46 @@ def run_bench(
     prompts: Path | None,
     max_tokens: int,
     temperature: float,
-    concurrency: int,
+    concurrency: Sequence[int],
     as_json: bool,
 ) -> int:
-    """Measure and print; the exit status is 0."""
+    """Measure and print; the exit status is 0.
+
+    Args:
+        concurrency: requests run together; several numbers make a sweep, whose report has one entry for each.
+    """
     texts = read_prompts(prompts)
-    engine = load_engine(config)
+    engine = load_engine(replace(config, max_slots=max(config.max_slots, *concurrency)))
     params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(texts))]
     console = Console(stderr=True, quiet=as_json)
-    drafter = engine.drafter
     # once unmeasured, so that no first-time cost falls on either side
+    drafter = engine.drafter
     measure(engine, drafter, texts[:1], params[:1])
+    head = {
+        "target": engine.name,
+        "draft": drafter.name,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+    }
+    sweep = [compare(engine, drafter, texts, params, number, console) for number in concurrency]
+    reports = [{**head, **figures, "machine": machine(engine)} for figures in sweep]
+    if not as_json:
+        for report in reports:
+            Console().print(table(report))
+    print(json.dumps(reports[0] if len(sweep) == 1 else {**head, "sweep": sweep, "machine": machine(engine)}))
+    return 0
+
+
+def compare(
+    engine: Engine,
+    drafter: Drafter,
+    texts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    concurrency: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Run all prompts, ``concurrency`` at a time, with the drafter and with none."""
+    before = drafter_counts(engine)
     groups = [range(i, min(i + concurrency, len(texts))) for i in range(0, len(texts), concurrency)]
     pairs = []
     for number, group in enumerate(groups):
@@ -129,24 +158,28 @@ def run_bench(
             f"{number + 1:3}/{len(groups)}  {some[0].category:12} {pairs[-1].drafted.speed:7.1f} tok/s with "
             f"{drafter.name}, {pairs[-1].plain.speed:7.1f} without: {pairs[-1].speedup:.2f} x"
         )
-    report = {
-        "target": engine.name,
-        "draft": drafter.name,
-        "temperature": temperature,
-        "max_tokens": max_tokens,
+    engine.drafter = drafter
+    return {
         "concurrency": concurrency,
         "prompts": len(texts),
         **summary(pairs),
+        "drafters": {
+            name: {key: count - before.get(name, {}).get(key, 0) for key, count in counts.items()}
+            for name, counts in drafter_counts(engine).items()
+        },
         "categories": {
             category: summary([pair for pair in pairs if pair.prompts[0].category == category])
             for category in dict.fromkeys(pair.prompts[0].category for pair in pairs)
         },
-        "machine": machine(engine),
     }
-    if not as_json:
-        Console().print(table(report))
-    print(json.dumps(report))
-    return 0
+
+
+def drafter_counts(engine: Engine) -> dict[str, dict[str, int]]:
+    """Steps, drafted and accepted tokens by drafter, since the engine's start."""
+    return {
+        name: {"steps": c.steps, "drafted": sum(c.drafted.values()), "accepted": sum(c.accepted.values())}
+        for name, c in engine.stats.drafters.items()
+    }
 
 
 def measure(engine: Engine, drafter: Drafter, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Run:

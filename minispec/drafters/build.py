@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from minispec import hub
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
@@ -20,6 +22,7 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.translate import TranslatingDrafter, relate
 from minispec.drafters.union import UnionDrafter
 from minispec.errors import ConfigError, ModelError
+from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
@@ -106,19 +109,27 @@ class Draft:
     make: Callable[[ModelRunner, Noise, int], Drafter]
 
 
-def load(draft: str, target: Llama, target_folder: Path, tree: str | None = None) -> Draft:
+def has_models(draft: str) -> bool:
+    """Whether a ``--draft`` setting names a model, which may run on a device of its own; heads run with the target."""
+    return any(head_kind(_folder(name)) is None for name in model_names(draft))
+
+
+def load(
+    draft: str, target: Llama, target_folder: Path, tree: str | None = None, device: torch.device | None = None
+) -> Draft:
     """Load the models that a ``--draft`` setting names; ``check`` has been passed.
 
     Args:
         target: its dtype and device are the draft's.
         target_folder: with its tokenizer.
         tree: file with the shape of the trees that models and heads draft; None leaves it to what looks best.
+        device: where draft models run; None is beside the target.
 
     Raises:
         ModelError: a draft is broken or not for this target.
     """
     shape = None if tree is None else TreeShape.from_file(Path(tree))
-    members = [_load_member(name, target, target_folder, shape) for name in parse(draft)]
+    members = [_load_member(name, target, target_folder, shape, device or target.device) for name in parse(draft)]
 
     def make(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
         drafters = [member.make(runner, noise, pages) for member in members]
@@ -127,7 +138,7 @@ def load(draft: str, target: Llama, target_folder: Path, tree: str | None = None
     return Draft(sum(member.kv_bytes for member in members), make)
 
 
-def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape | None) -> Draft:
+def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape | None, device: torch.device) -> Draft:
     if name == "ngram":
         return Draft(0, lambda runner, noise, pages: NgramDrafter())
     if name == "suffix":
@@ -137,7 +148,7 @@ def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape
     elif head_kind(folder := _folder(name)) is not None:
         kv_bytes, make = _load_head(name, folder, target)
     else:
-        kv_bytes, make = _load_model(name, folder, target, target_folder)
+        kv_bytes, make = _load_model(name, folder, target, target_folder, device)
 
     def shaped(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
         drafter = make(runner, noise, pages)
@@ -163,7 +174,7 @@ def _load_head(name: str, folder: Path, target: Llama) -> tuple[int, Make]:
     return kv_bytes_per_position(target.config, target.dtype) // target.config.num_layers, make
 
 
-def _load_model(name: str, folder: Path, target: Llama, target_folder: Path) -> tuple[int, Make]:
+def _load_model(name: str, folder: Path, target: Llama, target_folder: Path, device: torch.device) -> tuple[int, Make]:
     own, target_own = Tokenizer.from_folder(folder), Tokenizer.from_folder(target_folder)
     translation = relate(target_own, own, name)
     if translation is not None:
@@ -178,15 +189,20 @@ def _load_model(name: str, folder: Path, target: Llama, target_folder: Path) -> 
         logger.warning("the draft knows %d tokens, the target %d", own.vocab_size, target_own.vocab_size)
     # under the same ids, none that the target lacks, be it in its tokenizer or in its head
     size = own.vocab_size if translation else min(target.vocab_size, own.vocab_size)
-    model = Llama.load(folder, device=target.device, dtype=target.dtype, vocab_size=size)
+    model = Llama.load(folder, device=device, dtype=target.dtype, vocab_size=size)
 
     def make(runner: ModelRunner, noise: Noise, pages: int) -> RankingDrafter:
-        drafting = ModelRunner(model, pages=pages, page_size=runner.kv.page_size)
+        drafting = runner_for(model, pages=pages, page_size=runner.kv.page_size, max_context=runner.max_context)
+        if device != target.device:
+            # the noise is a function of its keys, so that there may be two sources of it
+            noise = Noise(noise.vocab_size, device)
         if translation is not None:
             return TranslatingDrafter(name, drafting, PagePool(pages), noise, translation)
         return DraftModelDrafter(name, drafting, PagePool(pages), noise)
 
-    return kv_bytes_per_position(model.config, model.dtype), make
+    # pages are counted against the target's memory
+    own_bytes = kv_bytes_per_position(model.config, model.dtype) if device == target.device else 0
+    return own_bytes, make
 
 
 def _check_model(name: str, folder: Path, target_folder: Path, max_context: int) -> None:

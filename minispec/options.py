@@ -1,0 +1,165 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from minispec.config import DEVICES, DTYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class NumbersList(click.ParamType):
+    """Whole numbers from 1 on, separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor several with commas between", param, ctx)
+        if min(numbers) < 1:
+            self.fail(f"{min(numbers)} is less than 1", param, ctx)
+        return numbers
+
+
+class NumberOrAuto(click.ParamType):
+    """A whole number, or ``auto``."""
+
+    name = "number or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither `auto` nor a whole number", param, ctx)
+
+
+def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator; help shows them in this order."""
+
+    def decorate(command: F) -> F:
+        return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+    return decorate
+
+
+def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
+    """Options of every command that runs an engine; they arrive as the fields of EngineConfig, and ``threads``."""
+    return with_options(
+        click.option(
+            "--target",
+            required=target_required,
+            metavar="MODEL",
+            help="Model to run: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache.",
+        ),
+        click.option(
+            "--draft",
+            default="auto",
+            metavar="auto|none|NAME[,NAME...]",
+            help="What proposes tokens for the target to verify: ngram, suffix, layers:N (the target's own first N "
+            "layers), a draft model or head, or several joined by commas. The text is the same with any.  "
+            "[default: auto]",
+        ),
+        click.option(
+            "--tree",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Shape of the trees that draft models and heads propose: a JSON list of paths of child ranks, like "
+            "[[0], [0, 0], [1]].  [default: grown where it looks best]",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            default="auto",
+            help="auto is cuda if there is a GPU.  [default: auto]",
+        ),
+        click.option(
+            "--draft-device",
+            type=click.Choice(DEVICES),
+            default="auto",
+            help="Where a draft model runs; auto is beside the target.  [default: auto]",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default="auto",
+            help="Type of weights and KV cache; auto fits the device.  [default: auto]",
+        ),
+        click.option(
+            "--max-slots",
+            type=int,
+            default=8,
+            metavar="N",
+            help="Requests that run at once; others wait.  [default: 8]",
+        ),
+        click.option(
+            "--max-context",
+            type=int,
+            metavar="N",
+            help="Most tokens of one request, prompt and output together.  [default: the model's limit]",
+        ),
+        click.option(
+            "--kv-memory",
+            type=float,
+            metavar="GiB",
+            help="Memory of the KV cache.  [default: what full slots need, as far as memory goes]",
+        ),
+        click.option(
+            "--tree-budget",
+            type=NumberOrAuto(),
+            metavar="auto|N",
+            default="auto",
+            help="Tokens a step may verify over all slots; auto measures what pays.  [default: auto]",
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="CPU threads of the model.  [default: all cores]",
+        ),
+    )
+
+
+sampling_options = with_options(
+    click.option(
+        "--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [default: what the context holds]"
+    ),
+    click.option(
+        "--temperature", type=float, metavar="T", help="0 is greedy, at most 2.  [default: the model's, or 1]"
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="Keep the likeliest tokens up to this mass, 0 to 1.  [default: the model's, or 1]",
+    ),
+    click.option(
+        "--top-k", type=int, metavar="K", help="Keep this many tokens; 0 is off.  [default: the model's, or 0]"
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="Drop tokens less likely than this share of the best, 0 to 1.  [default: the model's, or 0]",
+    ),
+    click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.  [default: random]"),
+)
+
+
+prompts_option = click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts to run.  [default: a set that comes with minispec]",
+)
