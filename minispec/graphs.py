@@ -145,7 +145,7 @@ class CapturedRunner(ModelRunner):
 
     Args:
         model, pages, page_size: as in ModelRunner; the cache gets one page more.
-        max_context: most tokens of one request; longer ones run eagerly.
+        max_context: most tokens of one request; longer ones run eagerly. None is what the cache holds.
         max_rows: most rows of a captured step.
         capture: how to; CUDA graphs unless told otherwise.
     """
@@ -156,13 +156,13 @@ class CapturedRunner(ModelRunner):
         *,
         pages: int,
         page_size: int,
-        max_context: int,
+        max_context: int | None = None,
         max_rows: int = MAX_ROWS,
         capture: Capture | None = None,
     ) -> None:
-        super().__init__(model, pages=pages + 1, page_size=page_size)
+        super().__init__(model, pages=pages + 1, page_size=page_size, max_context=max_context or pages * page_size)
         self._padding_page = pages
-        self._width = min(self.kv.pages_for(max_context + MAX_NODES), pages)
+        self._width = min(self.kv.pages_for(self.max_context + MAX_NODES), pages)
         self._row_buckets = row_buckets(max_rows)
         self._capture = capture or CudaGraphs(model.device)
         self._steps: dict[tuple[int, int], StaticStep] = {}
@@ -245,11 +245,10 @@ class CapturedRunner(ModelRunner):
         return _Captured(self._capture(launch), hidden)
 
 
-def runner_for(model: Llama, *, pages: int, page_size: int, max_context: int) -> ModelRunner:
+def runner_for(model: Llama, *, pages: int, page_size: int, max_context: int | None = None) -> ModelRunner:
     """The runner for where the model lies."""
-    if model.device.type == "cuda":
-        return CapturedRunner(model, pages=pages, page_size=page_size, max_context=max_context)
-    return ModelRunner(model, pages=pages, page_size=page_size)
+    kind = CapturedRunner if model.device.type == "cuda" else ModelRunner
+    return kind(model, pages=pages, page_size=page_size, max_context=max_context)
 
 
 def row_buckets(most: int) -> tuple[int, ...]:

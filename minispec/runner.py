@@ -26,13 +26,15 @@ class ModelRunner:
         kv: its cache.
         device: where the model runs.
         vocab_size: number of logits a row; larger token ids are never produced.
+        max_context: most tokens of one request, as far as that is known; the whole cache otherwise.
     """
 
-    def __init__(self, model: Llama, *, pages: int, page_size: int) -> None:
+    def __init__(self, model: Llama, *, pages: int, page_size: int, max_context: int | None = None) -> None:
         config = model.config
         self.model = model
         self.device = model.device
         self.vocab_size = model.vocab_size
+        self.max_context = max_context or pages * page_size
         self.kv = KVCache(
             layers=config.num_layers,
             kv_heads=config.num_kv_heads,

@@ -27,7 +27,8 @@ Result = dict[str, Any]
 
 SECTIONS = ("kernels", "steps")
 _SHARE = 0.55  # of the time for the first section; the second gets what is left
-_SILENCE = 120.0  # seconds a case may take, compilation included
+_SILENCE = 90.0  # seconds a case may take, compilation included
+_GRACE = 40.0  # seconds after its time until a section is stopped; it stops by itself between cases
 _RESTARTS = 8
 _MARK = "@@ "
 
@@ -120,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse arguments and run; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m minispec.bench.device", description=__doc__)
     parser.add_argument("--small", action="store_true", help="small shapes; always so on a CPU")
-    parser.add_argument("--seconds", type=float, default=440.0, help="stop starting new cases after this long")
+    parser.add_argument("--seconds", type=float, default=420.0, help="stop starting new cases after this long")
     parser.add_argument("--only", default="", help="run only the cases whose name contains this")
     parser.add_argument("--child", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
@@ -158,18 +159,18 @@ def run_section(section: str, report: Report, deadline: float, options: argparse
         ]
         command += [
             "--seconds",
-            f"{max(left, 1.0):.1f}",
+            f"{max(left, 0.0):.1f}",
             "--only",
             options.only,
             *(["--small"] if options.small else []),
         ]
-        # two minutes of grace: the child stops by itself between cases
-        ended, running, trouble = _follow(command, report, done, deadline + _SILENCE)
+        ended, running, trouble = _follow(command, report, done, deadline + _GRACE)
         if ended:
             return
         name = running or f"{section}: start"
-        report.add({"section": section, "name": name, "ok": False, "note": trouble})
-        if running is None or time.monotonic() > deadline:
+        late = time.monotonic() > deadline
+        report.add({"section": section, "name": name, "ok": None if late else False, "note": trouble})
+        if running is None or late:
             return
         done.add(running)
 
