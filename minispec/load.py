@@ -21,7 +21,6 @@ from minispec.drafters.base import NoDrafter
 from minispec.engine import Engine
 from minispec.errors import ConfigError, ModelError, RequestError
 from minispec.graphs import runner_for
-from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
@@ -77,7 +76,6 @@ def load_engine(config: EngineConfig) -> Engine:
     runner = runner_for(target, pages=pages, page_size=config.page_size, max_context=max_context)
     noise = Noise(runner.vocab_size, device)
     drafter = draft.make(runner, noise, pages)
-    runner.prepare(config.max_slots, drafter.taps)
     runner.prepare(config.max_slots, drafter.taps)
 
     auto = config.tree_budget == "auto"

@@ -23,7 +23,6 @@ from minispec.drafters.translate import TranslatingDrafter, relate
 from minispec.drafters.union import UnionDrafter
 from minispec.errors import ConfigError, ModelError
 from minispec.graphs import runner_for
-from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
 from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
