@@ -48,7 +48,7 @@ class RunningCost:
 
     _MEMORY = 0.99  # of the slope, per step
     _LEVEL = 0.1  # how fast the level follows
-    _PRIOR = 1000.0  # squared rows of deviation that the start counts for: ten steps that are ten rows off
+    _PRIOR = 300.0  # squared rows of deviation that the start counts for: three steps that are ten rows off
 
     def __init__(self, start: StepCost) -> None:
         self.line = start
@@ -67,8 +67,10 @@ class RunningCost:
         seconds = min(max(seconds, expected / 2), expected * 2)
         if slots == self._slots:
             deviation = rows - self._rows
+            # squares weigh outliers; a step that is off by more than a quarter tells nothing of rows
+            told = min(max(seconds, expected * 0.75), expected * 1.25) - self._seconds
             self._xx = self._MEMORY * self._xx + deviation**2
-            self._xy = self._MEMORY * self._xy + deviation * (seconds - self._seconds)
+            self._xy = self._MEMORY * self._xy + deviation * told
             self._rows += self._LEVEL * deviation
             self._seconds += self._LEVEL * (seconds - self._seconds)
         else:  # every slot brings a context of its own: its rows are not what makes the difference
