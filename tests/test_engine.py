@@ -8,7 +8,7 @@ import pytest
 
 from minispec.drafters.base import NoDrafter
 from minispec.errors import RequestError
-from minispec.request import FinishReason, SamplingParams
+from minispec.request import FinishReason, SamplingParams, SpeculationParams
 from scripted import ScriptedDrafter, chain, generate, run, scripted_engine, table
 
 EOS = 30
@@ -367,3 +367,103 @@ def test_steps_without_drafts_verify_one_row_per_slot():
     engine = scripted_engine(table(counting, VOCAB), VOCAB, NoDrafter())
     run(engine, [[3], [4], [5]], [SamplingParams(max_tokens=6, temperature=0)] * 3)
     assert engine.runner.rows == [3] * 6
+
+
+def test_counters_by_drafter_and_depth():
+    """They only grow, accepted never exceeds drafted, and they add up, aborts and preemptions included."""
+    rng = random.Random(5)
+
+    def draft(text):
+        tokens = [(text[-1] + 1 + i) % 29 for i in range(rng.randrange(5))]
+        if tokens and rng.random() < 0.5:
+            tokens[rng.randrange(len(tokens))] = 31
+        return chain(tokens)
+
+    engine = scripted_engine(
+        table(counting, VOCAB), VOCAB, ScriptedDrafter(draft), max_slots=4, pages=24, max_context=60
+    )
+    stats, before, requests = engine.stats, {}, []
+    while len(requests) < 40 or engine.has_work:
+        if len(requests) < 40:
+            requests.append(engine.make_request([rng.randrange(29)] * 9, SamplingParams(max_tokens=30, temperature=0)))
+            engine.add(requests[-1])
+        if rng.random() < 0.05:
+            engine.abort(rng.choice(requests))
+        engine.step()
+        if not stats.drafters:
+            continue
+        counts = stats.drafters["scripted"]
+        now = {("d", k): n for k, n in counts.drafted.items()} | {("a", k): n for k, n in counts.accepted.items()}
+        assert all(now[key] >= number for key, number in before.items())
+        assert all(counts.accepted[depth] <= counts.drafted[depth] for depth in counts.drafted)
+        assert sum(counts.drafted.values()) == stats.drafted and sum(counts.accepted.values()) == stats.accepted
+        assert counts.steps <= stats.verifications
+        before = now
+    assert stats.preemptions and stats.accepted
+    for request in requests:
+        counts = request.speculation
+        # what a verification emits is what it accepts and a bonus, which the end of the text may cut off
+        assert (
+            counts.accepted + counts.steps - 1 <= counts.emitted <= counts.accepted + counts.steps or not counts.steps
+        )
+
+
+def test_nothing_behind_the_end_counts_as_accepted():
+    text = [5, EOS, 7, 7, 7]
+    script = {(3,): 9, (3, 9): 5, (3, 9, 5): EOS, (3, 9, 5, EOS): 7, (3, 9, 5, EOS, 7): 7, (3, 9, 5, EOS, 7, 7): 7}
+    engine = scripted_engine(
+        table(lambda prefix: script.get(prefix, 7), VOCAB),
+        VOCAB,
+        ScriptedDrafter(lambda prefix: chain(text)),
+        eos_ids=frozenset({EOS}),
+    )
+    request = generate(engine, [3], max_tokens=20, speculation=SpeculationParams(trace=True))
+    assert request.output == [9, 5, EOS]
+    assert request.speculation.emitted == 2 and request.speculation.accepted == 2
+    assert engine.stats.drafters["scripted"].accepted == {1: 1, 2: 1, 3: 0, 4: 0, 5: 0}
+    [step] = request.trace
+    assert step.tokens == (9, *text) and step.accepted == (0, 1, 2) and step.bonus is None
+
+
+def test_a_trace_is_kept_if_wanted_and_bounded(monkeypatch):
+    def traced(**params):
+        engine = scripted_engine(
+            table(counting, VOCAB), VOCAB, ScriptedDrafter(lambda text: chain([counting(text), 31]))
+        )
+        return generate(engine, [3], max_tokens=21, **params)
+
+    assert traced().trace == []
+    request = traced(speculation=SpeculationParams(trace=True))
+    assert len(request.trace) == request.speculation.steps == 10
+    tokens = [request.tokens[1]]
+    for step in request.trace:
+        assert step.tokens[0] == tokens[-1] and step.accepted[0] == 0
+        tokens += [*(step.tokens[node] for node in step.accepted[1:]), step.bonus]
+    assert tokens == request.output
+    monkeypatch.setattr("minispec.request.MAX_TRACE_NODES", 8)
+    assert len(traced(speculation=SpeculationParams(trace=True)).trace) == 2
+
+
+def test_an_unknown_drafter_is_refused():
+    engine = scripted_engine(table(counting, VOCAB), VOCAB, ScriptedDrafter(lambda text: None))
+    with pytest.raises(RequestError, match="no drafter 'ngram' here; loaded: scripted") as caught:
+        engine.make_request([3], SamplingParams(speculation=SpeculationParams(drafters=("scripted", "ngram"))))
+    assert caught.value.param == "speculation.drafters"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enabled", 1),
+        ("max_nodes", 0),
+        ("max_nodes", 257),
+        ("max_nodes", True),
+        ("drafters", "x"),
+        ("drafters", (1,)),
+        ("trace", None),
+    ],
+)
+def test_wishes_that_make_no_sense(field, value):
+    with pytest.raises(RequestError) as caught:
+        SpeculationParams(**{field: value})
+    assert caught.value.param == f"speculation.{field}"
