@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -119,6 +120,9 @@ class EngineWorker:
             logger.exception("loading failed")
             self._fail(f"loading failed: {type(error).__name__}: {error}")
             return
+        # What is loaded stays: the garbage collector need not walk over it in the middle of a stream.
+        gc.collect()
+        gc.freeze()
         self._change(WorkerState.READY, {WorkerState.LOADING})
         try:
             self._loop(self.engine)
