@@ -261,6 +261,7 @@ def _cases(section: str, watch: Any, small: bool) -> Iterator[tuple[str, Callabl
     from minispec.bench import device_kernels, device_model
 
     if section == "steps":
+        yield from device_model.forward_cases(watch.device, small=small)
         yield from device_model.text_cases(watch.device)
         yield from device_model.step_cases(watch.device, watch, small=small)
         return

@@ -6,14 +6,16 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minispec import kernels
-from minispec.batch import Span
+from minispec.batch import Span, StepBatch
 from minispec.bench.device_kernels import binary_tree, spread_pages
 from minispec.bench.timing import Stopwatch
 from minispec.drafters.base import Drafter, NoDrafter
@@ -41,6 +43,10 @@ TINY = ModelConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     rms_norm_eps=1e-5, max_position=512,
 )  # fmt: skip
+TWO_LAYERS = ModelConfig(
+    vocab_size=32000, hidden_size=1024, intermediate_size=2048, num_layers=2, num_heads=12, num_kv_heads=4,
+    head_dim=128, rms_norm_eps=1e-5, max_position=4096, qk_norm=True,
+)  # fmt: skip
 _STEPS = [(batch, nodes, context) for context in (1024, 8192) for batch in (1, 8, 32) for nodes in (1, 16, 32, 64)]
 _SMALL_STEPS = [(1, 1, 40), (2, 5, 40)]
 _PAGE_SIZE = 32
@@ -52,6 +58,45 @@ def captures() -> dict[str, Capture | None]:
     if kernels.BACKEND != "triton":
         return {"eager": None}
     return {"eager": None, "graphs": None if torch.cuda.is_available() else lambda launch: launch}
+
+
+def forward_cases(device: torch.device, *, small: bool) -> Iterator[Case]:
+    """A whole forward over chunk, tree and single token is what the references give."""
+    for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16, torch.float16):
+        for way in captures():
+            yield f"forward {str(dtype).removeprefix('torch.')}, {way}", partial(_forward, device, dtype, way, small)
+
+
+def _forward(device: torch.device, dtype: torch.dtype, way: str, small: bool) -> Result:
+    model = Llama.random(TINY if small else TWO_LAYERS, device=device, dtype=dtype, std=0.03)
+    runner = _runner(model, way=way, pages=16, max_context=200, max_rows=64)
+    runner.kv.k.normal_()
+    runner.kv.v.normal_()
+    spans = [
+        Span.chunk(range(7), [3, 9], 30, sample_last=True),
+        Span.tree(binary_tree(9), [5, 2], 29),
+        Span.chunk([4], [7, 1, 11], 64, sample_last=True),
+    ]
+    got = runner.forward(spans).clone()
+    with _references():
+        batch = StepBatch.build(spans, _PAGE_SIZE, device)
+        want = model.forward(batch, runner.kv)
+    drift = _drift(got, want) / (1e-4 if dtype == torch.float32 else _DRIFT)
+    return {"ok": drift <= 1, "error": drift}
+
+
+@contextmanager
+def _references() -> Iterator[None]:
+    """Exchanges the kernels of a forward for their torch references."""
+    names = ("rms_norm", "qk_norm", "silu_mul", "rope_kv_write", "tree_attention")
+    chosen = {name: getattr(kernels, name) for name in names}
+    try:
+        for name in names:
+            setattr(kernels, name, getattr(import_module(f"minispec.kernels.{name}"), f"{name}_ref"))
+        yield
+    finally:
+        for name, kernel in chosen.items():
+            setattr(kernels, name, kernel)
 
 
 def text_cases(device: torch.device) -> Iterator[Case]:
@@ -75,12 +120,13 @@ def _texts(device: torch.device, draft: str, mode: str, way: str) -> list[list[i
     drafter: Drafter = NgramDrafter() if draft == "ngram" else NoDrafter()
     if draft == "itself":
         drafter = DraftModelDrafter(draft, make(), PagePool(pages), noise, depth=3, width=2, children=2)
-    engine = Engine(make(), PagePool(pages), drafter, noise, max_slots=3, max_context=200, max_step_tokens=48)
+    engine = Engine(make(), PagePool(pages), drafter, noise, max_slots=2, max_context=200, max_step_tokens=48)
     settings: dict[str, Any] = {"temperature": 0.0} if mode == "greedy" else {"temperature": 0.8, "top_p": 0.95}
+    tokens = 32 if device.type == "cuda" else 6  # the interpreter takes a second for each
     rng = random.Random(0)
-    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(n)] * 2 for n in (1, 9, 25, 14)]
+    prompts = [[rng.randrange(TINY.vocab_size) for _ in range(n)] * 2 for n in (1, 25, 9)]
     requests = [
-        engine.make_request(prompt, SamplingParams(max_tokens=16, seed=i, **settings))
+        engine.make_request(prompt, SamplingParams(max_tokens=tokens, seed=i, **settings))
         for i, prompt in enumerate(prompts)
     ]
     for request in requests:
