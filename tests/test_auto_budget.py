@@ -22,6 +22,7 @@ from minispec.tree import DraftTree
 from minispec.verify import Acceptance
 from scripted import chain, run
 from simulated import Clock, TimedDrafter, simulated_engine
+from tiny_engine import tiny_engine
 
 COST = StepCost(20.0, 0.3)
 
@@ -275,3 +276,21 @@ def test_survival_learns_each_layer_and_guesses_those_below():
     gains = survival.gains(3)
     assert gains[1] > 0.95 and gains[2] - gains[1] < 0.1
     assert Survival().gains(1, survival)[1] == pytest.approx(gains[1])
+
+
+@pytest.mark.parametrize("draft", ["ngram", "itself", "other", "wrong"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_text_is_the_same_whatever_the_budget_does(draft, temperature):
+    """On real numerics; the clock is erratic, so that the decisions are."""
+    rng = random.Random(7)
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += rng.choice([0.001, 0.02, 0.3])
+        return now
+
+    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i) for i in range(3)]
+    prompts = [[5, 6, 7, 5, 6, 7, 5], [9], [100, 101, 102] * 5]
+    plain = [r.output for r in run(tiny_engine(), prompts, params)]
+    assert [r.output for r in run(tiny_engine(draft, step_cost=COST, clock=clock), prompts, params)] == plain
