@@ -188,12 +188,12 @@ class CapturedRunner(ModelRunner):
             logits = self._logits[:rows]
             return logits if wanted == rows else logits[step.wanted[:wanted]]
 
-    def prepare(self, slots: int, taps: tuple[int, ...] = ()) -> None:
+    def prepare(self, slots: int, *, layers: int | None = None, taps: tuple[int, ...] = ()) -> None:
         """Capture the buckets of up to ``slots`` spans, so that no request waits for it. The largest come first: what
         they needed in between is enough for the others."""
         begin = time.monotonic()
         keys = [
-            Key(rows, spans, None, taps)
+            Key(rows, spans, layers, taps)
             for rows in self._row_buckets
             for spans in (1 << i for i in range(_power_of_2(slots).bit_length()))
             if spans <= _power_of_2(rows)

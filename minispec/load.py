@@ -76,7 +76,9 @@ def load_engine(config: EngineConfig) -> Engine:
     runner = runner_for(target, pages=pages, page_size=config.page_size, max_context=max_context)
     noise = Noise(runner.vocab_size, device)
     drafter = draft.make(runner, noise, pages)
-    runner.prepare(config.max_slots, drafter.taps)
+    runner.prepare(config.max_slots, taps=drafter.taps)
+    for member in drafter.members:
+        member.prepare(config.max_slots)
 
     auto = config.tree_budget == "auto"
     tree_budget = _TREE_TOKENS[device.type] if config.tree_budget == "auto" else int(config.tree_budget)

@@ -59,7 +59,7 @@ class ModelRunner:
             batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
             return self.model.forward(batch, self.kv, layers=layers, taps=taps)
 
-    def prepare(self, slots: int, taps: tuple[int, ...] = ()) -> None:
+    def prepare(self, slots: int, *, layers: int | None = None, taps: tuple[int, ...] = ()) -> None:
         """Do ahead what would delay the first steps of up to ``slots`` spans. Nothing here, see CapturedRunner."""
 
 

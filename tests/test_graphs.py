@@ -190,6 +190,16 @@ def test_prepare_captures_every_bucket_largest_first(caplog):
     assert runner._capture.captured == 12
 
 
+def test_drafters_prepare_their_own(captured_engines):
+    engine = tiny.tiny_engine("layers+suffix+other")
+    for member in engine.drafter.members:
+        member.prepare(2)
+    target, draft = captured_engines
+    assert {key.layers for key in target._graphs} == {1}
+    assert {key.layers for key in draft._graphs} == {None}
+    assert len(target._graphs) == len(draft._graphs) == 2 * 13 - 1
+
+
 def test_buckets():
     assert row_buckets(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert row_buckets(100)[-2:] == (96, 100)

@@ -52,6 +52,9 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Which of the target's hidden states it reads (``minispec.model.llama.Taps.layers``); mostly none."""
 
+    def prepare(self, slots: int) -> None:
+        """Do ahead what would delay the first proposals for up to ``slots`` slots. Called once, on each member."""
+
     def begin(self, slot: Slot) -> None:
         """A request took the slot; its prompt is known, nothing is generated."""
 
@@ -88,6 +91,9 @@ class BaseDrafter:
     @property
     def members(self) -> Sequence[Drafter]:
         return (self,)
+
+    def prepare(self, slots: int) -> None:
+        pass
 
     def begin(self, slot: Slot) -> None:
         pass

@@ -56,6 +56,9 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
         super().__init__(name, runner.kv, pool, noise, depth=depth, width=width, children=children, chunk=chunk)
         self._runner = runner
 
+    def prepare(self, slots: int) -> None:
+        self._runner.prepare(slots)
+
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Keep the KV of accepted nodes that were run; the rest of the path is read again with the next proposal."""
         state = self._states[slot]

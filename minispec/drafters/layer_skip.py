@@ -29,6 +29,9 @@ class LayeredRunner(Protocol):
     def forward(self, spans: Sequence[Span], *, layers: int | None = None) -> Tensor:
         """As in ``ModelRunner.forward``."""
 
+    def prepare(self, slots: int, *, layers: int | None = None) -> None:
+        """As in ``ModelRunner.prepare``."""
+
 
 class LayerSkipDrafter(GrowingDrafter[CacheState]):
     """Drafts with the target's first ``layers`` layers, in the target's KV cache.
@@ -71,6 +74,9 @@ class LayerSkipDrafter(GrowingDrafter[CacheState]):
         )
         self._runner = runner
         self._layers = layers
+
+    def prepare(self, slots: int) -> None:
+        self._runner.prepare(slots, layers=self._layers)
 
     def _new_state(self) -> CacheState:
         return CacheState()
