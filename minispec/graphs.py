@@ -143,6 +143,9 @@ class CapturedRunner(ModelRunner):
 
     The logits it returns lie in a buffer of its own, which its next forward overwrites.
 
+    Attributes:
+        failures: why buckets could not be captured; they run eagerly.
+
     Args:
         model, pages, page_size: as in ModelRunner; the cache gets one page more.
         max_context: most tokens of one request; longer ones run eagerly. None is what the cache holds.
@@ -166,7 +169,8 @@ class CapturedRunner(ModelRunner):
         self._row_buckets = row_buckets(max_rows)
         self._capture = capture or CudaGraphs(model.device)
         self._steps: dict[tuple[int, int], StaticStep] = {}
-        self._graphs: dict[Key, _Captured] = {}
+        self._graphs: dict[Key, _Captured | None] = {}
+        self.failures: list[str] = []
         with torch.inference_mode():
             self._logits = torch.empty((max_rows, model.vocab_size), dtype=torch.float32, device=model.device)
 
@@ -178,9 +182,9 @@ class CapturedRunner(ModelRunner):
             batch = StepBatch.build(spans, self.kv.page_size, "cpu", self.model.config.sliding_window)
             step = self._step(key)
             step.fill(batch)
-            captured = self._graphs.get(key)
+            captured = self._graph(key)
             if captured is None:
-                captured = self._graphs[key] = self._record(key)
+                return super().forward(spans, layers=layers, taps=taps)
             captured.replay()
             rows, wanted = batch.tokens.shape[0], batch.sample_rows.shape[0]
             if taps is not None:
@@ -202,8 +206,8 @@ class CapturedRunner(ModelRunner):
             for key in sorted(keys, key=lambda key: (key.rows, key.spans), reverse=True):
                 if key not in self._graphs:
                     self._step(key).fill(StepBatch.build([], self.kv.page_size))
-                    self._graphs[key] = self._record(key)
-        log.info("captured %d graphs in %.1f s", len(keys), time.monotonic() - begin)
+                    self._graph(key)
+        log.info("captured %d graphs in %.1f s", len(keys) - len(self.failures), time.monotonic() - begin)
 
     def _key(self, spans: Sequence[Span], layers: int | None, taps: tuple[int, ...]) -> Key | None:
         """The smallest bucket that holds a step; None if none does."""
@@ -231,6 +235,16 @@ class CapturedRunner(ModelRunner):
                 device=self.device,
             )
         return step
+
+    def _graph(self, key: Key) -> _Captured | None:
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._record(key)
+            except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+                log.warning("%s cannot be captured and runs eagerly, which is slower: %s", key, error)
+                self.failures.append(f"{key}: {error}")
+                self._graphs[key] = None
+        return self._graphs[key]
 
     def _record(self, key: Key) -> _Captured:
         batch = self._step(key).batch

@@ -145,6 +145,19 @@ def test_what_fits_no_bucket_runs_eagerly():
     assert runner._capture.captured == narrow._capture.captured == 0
 
 
+def test_what_cannot_be_captured_runs_eagerly(caplog):
+    def refuse(launch):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    runner = captured_runner(tiny.tiny_model(0), capture=refuse)
+    plain = ModelRunner(tiny.tiny_model(0), pages=PAGES, page_size=PAGE_SIZE)
+    for _ in range(2):
+        chunk = [Span.chunk(range(5), [2], 0, sample_last=True)]
+        torch.testing.assert_close(runner.forward(chunk), plain.forward(chunk))
+    assert len(runner.failures) == len(caplog.records) == 1
+    assert "not permitted" in caplog.text
+
+
 def test_taps_and_early_exit():
     runner = captured_runner(tiny.tiny_model(0))
     plain = ModelRunner(tiny.tiny_model(0), pages=PAGES, page_size=PAGE_SIZE)
@@ -239,9 +252,9 @@ def test_the_engine_gives_the_same_text(draft, mode, captured_engines, monkeypat
     assert [r.output for r in requests] == [r.output for r in expected]
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "suffix", "wrong"])
-def test_the_host_reads_once_a_step(draft, captured_engines, monkeypatch):
-    """Drafters that run a model read their children once a layer more, see grow.py."""
+@pytest.mark.parametrize(("draft", "most"), [("none", 1), ("ngram", 1), ("suffix", 1), ("wrong", 1), ("itself", 9)])
+def test_the_host_reads_once_a_step(draft, most, captured_engines, monkeypatch):
+    """Drafters that run a model also read the tokens and values of each layer's children, here of four."""
     engine = tiny.tiny_engine(draft, max_slots=4)
     requests = [
         engine.make_request([3, 4, 5, 6] * 3 + [i], SamplingParams(temperature=0.7 * (i % 2), top_k=9, max_tokens=20))
@@ -258,7 +271,7 @@ def test_the_host_reads_once_a_step(draft, captured_engines, monkeypatch):
         reads.count = 0
         engine.step()
         counts.add(reads.count)
-    assert counts == {1}
+    assert max(counts) == most
 
 
 def test_settling_on_the_device_is_settling_on_the_host():
