@@ -252,9 +252,9 @@ def test_the_engine_gives_the_same_text(draft, mode, captured_engines, monkeypat
     assert [r.output for r in requests] == [r.output for r in expected]
 
 
-@pytest.mark.parametrize(("draft", "most"), [("none", 1), ("ngram", 1), ("suffix", 1), ("wrong", 1), ("itself", 9)])
+@pytest.mark.parametrize(("draft", "most"), [("none", 1), ("ngram", 1), ("suffix", 1), ("wrong", 1), ("itself", 5)])
 def test_the_host_reads_once_a_step(draft, most, captured_engines, monkeypatch):
-    """Drafters that run a model also read the tokens and values of each layer's children, here of four."""
+    """Drafters that run a model also read each layer's children, here of four layers."""
     engine = tiny.tiny_engine(draft, max_slots=4)
     requests = [
         engine.make_request([3, 4, 5, 6] * 3 + [i], SamplingParams(temperature=0.7 * (i % 2), top_k=9, max_tokens=20))

@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         return run_child(options)
     started = time.monotonic()
     report = Report()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         print(_HEADER)
         for section in SECTIONS:
@@ -140,6 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         report.finish(started)
         print(f"interrupted ({stopped!r})", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return report.finish(started)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from minispec import kernels
@@ -147,13 +148,16 @@ class RankingDrafter(BaseDrafter):
         finite = logits.amax(-1, keepdim=True).isfinite()
         sampling = SamplingBatch.build(rows, device=logits.device)
         tokens, values = self._best_children(logits.where(finite, 0.0), sampling)
+        # side by side, as each fetch waits for the device; ids are exact in float64
+        fetched = torch.cat([tokens.double(), values.where(finite, math.nan).double()], dim=-1).tolist()
         ranked = []
-        for row_tokens, row_values in zip(tokens.tolist(), values.where(finite, math.nan).tolist(), strict=True):
-            if math.isnan(row_values[0]):
+        for row in fetched:
+            pairs = list(zip(map(int, row[: tokens.shape[1]]), row[tokens.shape[1] :], strict=True))
+            if math.isnan(pairs[0][1]):
                 self._count_invalid()
-                row_values = []
+                pairs = []
             # -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
-            ranked.append([(t, min(v, 0.0)) for t, v in zip(row_tokens, row_values, strict=False) if v > -math.inf])
+            ranked.append([(token, min(value, 0.0)) for token, value in pairs if value > -math.inf])
         return ranked
 
     def _count_invalid(self) -> None:
