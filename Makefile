@@ -16,7 +16,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/minispec serve --target $(TARGET) --draft $(DRAFT) --port $(PORT)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/minispec pull smollm2-135m
