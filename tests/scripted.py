@@ -137,6 +137,12 @@ def scripted_engine(
     )
 
 
+def pools(engine: Engine) -> list[PagePool]:
+    """The target's pool, and those of drafters that have one."""
+    own = (getattr(member, "_pool", None) for member in engine.drafter.members)
+    return [engine.pool, *(pool for pool in own if pool is not None)]
+
+
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
     """Run requests together to their end, checking the invariants after every step."""
     requests = [engine.make_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -148,7 +154,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
         engine.check()
         steps += 1
         assert steps < 10_000, "the engine makes no progress"
-    assert engine.pool.free == engine.pool.total
+    assert all(pool.free == pool.total for pool in pools(engine))
     return requests
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from minispec.request import SamplingParams
-from scripted import run
+from scripted import pools, run
 from tiny_engine import DRAFTERS, VOCAB, tiny_engine
 
 GREEDY = {"temperature": 0.0}
@@ -52,6 +52,7 @@ def test_staggered_batches(draft, batch, mode):
                 engine.add(pending.pop(0))
         engine.step()
         engine.check()
+    assert all(pool.free == pool.total for pool in pools(engine))
     for request, text, one in zip(requests, texts, params, strict=True):
         assert request.output == alone(tuple(text), one)
 

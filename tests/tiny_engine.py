@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
+from minispec.drafters.heads import load_head
 from minispec.drafters.layer_skip import LayerSkipDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
@@ -56,11 +59,31 @@ DRAFTERS = (
     "layers",
     "itself",
     "other",
+    "small",
+    "eagle1",
+    "eagle3",
+    "medusa",
     "wrong",
     "suffix+ngram",
     "ngram+itself",
     "layers+suffix+other",
+    "medusa+eagle3+ngram",
+    "eagle1+layers+small+wrong",
 )
+
+
+MODELS = {"itself": {"seed": 0}, "other": {"seed": 1}, "small": {"seed": 2, "vocab": 100}}
+HEADS = {"eagle1": "eagle1-authors", "eagle3": "eagle3-authors", "medusa": "authors"}
+_FOLDER = tempfile.TemporaryDirectory(prefix="minispec-heads-")
+
+
+@cache
+def head_folder(name: str) -> Path:
+    """A random head for tiny_model(0)."""
+    import tiny_heads  # which builds on this module
+
+    build = tiny_heads.medusa_folder if name == "medusa" else tiny_heads.eagle_folder
+    return build(Path(_FOLDER.name) / name, HEADS[name])
 
 
 def tiny_engine(
@@ -75,18 +98,22 @@ def tiny_engine(
 ) -> Engine:
     """An engine over tiny_model(0), with a drafter by name, or several joined by ``+``.
 
-    ``itself`` drafts with the target's own weights, ``layers`` with its first layer.
+    ``itself`` drafts with the target's own weights, ``layers`` with its first layer, ``small`` has fewer ids.
     """
     runner = poisoned_runner(tiny_model(0), pages, page_size)
     noise = Noise(VOCAB)
     shape = {"depth": depth, "width": width, "children": width}
 
     def drafter(name: str) -> Drafter:
-        if name in ("itself", "other"):
-            model = tiny_model(0 if name == "itself" else 1)
+        if name in MODELS:
+            model = tiny_model(**MODELS[name])
             return DraftModelDrafter(name, poisoned_runner(model, pages, page_size), PagePool(pages), noise, **shape)
         if name == "layers":
             return LayerSkipDrafter(runner, num_layers=2, layers=1, noise=noise, **shape)
+        if name in HEADS:
+            head = load_head(name, head_folder(name), tiny_model(0), noise, pages=pages, page_size=page_size)
+            assert head is not None
+            return head
         return {
             "none": NoDrafter,
             "ngram": NgramDrafter,

@@ -52,8 +52,17 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
         children: int = 4,
         chunk: int = 256,
     ) -> None:
-        children = min(children, runner.vocab_size)
-        super().__init__(name, runner.kv, pool, noise, depth=depth, width=width, children=children, chunk=chunk)
+        super().__init__(
+            name,
+            runner.kv,
+            pool,
+            noise,
+            depth=depth,
+            width=width,
+            children=children,
+            choices=runner.vocab_size,
+            chunk=chunk,
+        )
         self._runner = runner
 
     def prepare(self, slots: int) -> None:

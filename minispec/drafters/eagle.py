@@ -81,8 +81,17 @@ class EagleDrafter(GrowingDrafter[_State]):
             dtype=head.dtype,
             device=head.device,
         )
-        children = min(children, head.vocabulary.size)
-        super().__init__(name, kv, PagePool(pages), noise, depth=depth, width=width, children=children, chunk=chunk)
+        super().__init__(
+            name,
+            kv,
+            PagePool(pages),
+            noise,
+            depth=depth,
+            width=width,
+            children=children,
+            choices=head.vocabulary.size,
+            chunk=chunk,
+        )
         self.taps = head.config.taps
         self._head = head
         self._scale = shape.head_dim**-0.5

@@ -24,7 +24,7 @@ from minispec.kv_cache import KVCache, PagePool
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
-from minispec.tree import DraftTree
+from minispec.tree import MAX_NODES, DraftTree
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +112,18 @@ class RankingDrafter(BaseDrafter):
         invalid: rows whose logits were not finite; they get no children.
     """
 
-    def __init__(self, name: str, noise: Noise, children: int) -> None:
+    def __init__(self, name: str, noise: Noise, children: int, choices: int) -> None:
         """Args:
         name: as in ``--draft``.
         noise: the target's noise source, shared.
         children: children considered per node.
+        choices: tokens it has logits for; no node has more children.
         """
         self.name = name
         self.invalid = 0
         self._noise = noise
-        self._children = children
+        self._choices = choices
+        self._children = min(children, choices)
         self._shape: TreeShape | None = None
 
     def follow(self, shape: TreeShape) -> None:
@@ -131,7 +133,7 @@ class RankingDrafter(BaseDrafter):
             ConfigError: the drafter cannot go as deep.
         """
         self._shape = shape
-        self._children = shape.children
+        self._children = min(shape.children, self._choices)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
@@ -178,6 +180,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         depth: layers to grow.
         width: nodes of a layer that are run to make the next.
         children: children considered per node.
+        choices: tokens the model has logits for.
         chunk: most rows of text read in one step, so that a long prompt delays nobody's step by more.
     """
 
@@ -191,9 +194,10 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         depth: int,
         width: int,
         children: int,
+        choices: int,
         chunk: int,
     ) -> None:
-        super().__init__(name, noise, children)
+        super().__init__(name, noise, children, choices)
         self._kv = kv
         self._pool = pool
         self._depth = depth
@@ -258,8 +262,8 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             if pending == 0:  # nothing to begin from: the row of the last token is not known
                 continue
             count = min(pending, max(room, 1))
-            # room for every node that can be run: a layer of `width` nodes per depth
-            tree_keys = self._width * (self._depth - 1)
+            # room for every node that can be run: a layer of `width` nodes per depth, of a tree that is not too large
+            tree_keys = min(self._width * (self._depth - 1), MAX_NODES)
             if not self._extend(state, state.num_cached + count + tree_keys):
                 continue
             reads.append((slot, count, count == pending))

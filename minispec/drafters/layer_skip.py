@@ -69,7 +69,8 @@ class LayerSkipDrafter(GrowingDrafter[CacheState]):
             noise,
             depth=depth,
             width=width,
-            children=min(children, runner.vocab_size),
+            children=children,
+            choices=runner.vocab_size,
             chunk=1 << 30,  # one row for each slot, the root's
         )
         self._runner = runner

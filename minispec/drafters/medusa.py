@@ -149,7 +149,7 @@ class MedusaDrafter(RankingDrafter):
                 f"depth {depth} is not possible with {name}: it has {heads.num_heads} Medusa heads, one per layer of "
                 f"the tree; give a depth of 1 to {heads.num_heads}"
             )
-        super().__init__(name, noise, min(children, heads.vocabulary.size))
+        super().__init__(name, noise, children, heads.vocabulary.size)
         self.taps = (heads.layer,)
         self._heads = heads
         self._depth = depth or heads.num_heads
@@ -160,7 +160,6 @@ class MedusaDrafter(RankingDrafter):
     def follow(self, shape: TreeShape) -> None:
         shape.require_depth(self._heads.num_heads, f"{self.name}, with one head per layer,")
         super().follow(shape)
-        self._children = min(self._children, self._heads.vocabulary.size)
         self._depth = shape.depth
 
     def begin(self, slot: Slot) -> None:

@@ -151,7 +151,8 @@ class TranslatingDrafter(DraftModelDrafter):
         # a head may have fewer rows than its tokenizer has ids
         pairs = [(t, d) for t, d in translation.pairs if t < noise.vocab_size and d < runner.vocab_size]
         self._target_ids, self._draft_ids = ([pair[side] for pair in pairs] for side in (0, 1))
-        self._children = min(self._children, len(pairs))
+        self._choices = len(pairs)
+        self._children = min(self._children, self._choices)
 
     def _new_state(self) -> _State:
         return _State()

@@ -106,6 +106,17 @@ def test_growing_drafters_follow_it(draft, mode):
         assert degree[0] == 3 and sorted(degree, reverse=True) == [3, 2, 1, 1, 0, 0, 0, 0] and max(tree.depth) == 3
 
 
+@pytest.mark.parametrize("draft", ["small", "eagle3"])
+def test_ranks_above_the_vocabulary_and_layers_of_many_nodes(draft):
+    """No node has more children than the draft has tokens, and no more pages are asked for than such a tree needs."""
+    engine = tiny_engine(draft, pages=40, page_size=8)
+    wide = [[rank] for rank in range(120)] + [[rank, 0] for rank in range(30)]
+    engine.drafter.follow(TreeShape.of([*wide, *([0] * depth for depth in range(3, 30))]))
+    request = generate(engine, (5, 6, 7), max_tokens=40)
+    assert request.output == alone((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=40))
+    assert request.speculation.drafted > 0
+
+
 def test_the_target_drafting_for_itself_takes_the_first_ranks():
     engine = tiny_engine("itself")
     engine.drafter.follow(TreeShape.of([[0], [0, 0], [0, 0, 0]]))
