@@ -30,6 +30,7 @@ _PROBING = 0.01
 _PROBE_NODES = 4
 _PROBE_DEPTH = 2
 _SLOW = 0.05  # rate of the averages below
+_MUTE = 0.02  # coverage of a drafter that was asked 76 times and never proposed anything
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,8 @@ class AutoBudget:
         line = self._cost.line
         plain = line(prefill.rows + len(slots))
         unit = member.cost(len(able))
-        member.free = unit * member.layers <= FREE * plain
-        if member.layers == 0:
+        member.free = unit * max(member.layers, 1) <= FREE * plain
+        if member.layers == 0 and member.coverage > _MUTE:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         if member.free:
             member.longest_pause = _PAUSES[0]
@@ -339,8 +340,12 @@ class AutoBudget:
             nodes = [i for i in range(1, len(tree)) if member.name in sources[i]]
             known.coverage += _SLOW * (bool(nodes) - known.coverage)
             if not nodes:
-                if gate.due and not known.free:  # nothing to say at present (a draft that still reads): ask later
-                    gate.waited -= gate.pause // 4
+                if gate.due and not known.free:
+                    if known.layers:  # nothing to say at present (a draft that still reads): ask later
+                        gate.waited -= gate.pause // 4
+                    else:  # nothing to say ever (a draft whose logits are not finite)
+                        gate.probed(False, known.longest_pause)
+                        known.pause = gate.pause
             elif any_kept:
                 if known.free:
                     gate.pays()

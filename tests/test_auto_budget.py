@@ -64,6 +64,20 @@ def decode(drafter, clock, cost=COST, tokens=300, slots=1, **settings):
     return engine, requests, drafted
 
 
+def test_a_drafter_that_never_proposes_anything_is_left_out():
+    clock = Clock()
+    drafter = TimedDrafter(lambda text: None, clock)
+    propose = drafter.propose
+
+    def propose_nothing(slots, max_nodes):
+        clock.now += 5.0
+        return propose(slots, max_nodes)
+
+    drafter.propose = propose_nothing
+    decode(drafter, clock, tokens=1000)
+    assert len(drafter.calls) < 100
+
+
 @pytest.mark.parametrize("script", [wrong_chain, wrong_tree])
 @pytest.mark.parametrize("per_row", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("draft_seconds", [0.0, 5.0])
