@@ -181,7 +181,9 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def make_request(self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Request:
+    def make_request(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, owner: str = ""
+    ) -> Request:
         """Check a prompt against the engine's limits and make a request of it. Safe to call from any thread.
 
         ``max_tokens`` is a cap: where the context has less room, the room ends the request.
@@ -224,6 +226,7 @@ class Engine:
             decoder=self._tokenizer.decoder(prompt) if self._tokenizer else None,
             eos_ids=self.eos_ids,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            owner=owner,
         )
 
     def add(self, request: Request) -> None:

@@ -189,7 +189,8 @@ class Api:
                 continue_final_message=bool(body.continue_final_message),
                 **body.template_variables(),
             )
-            return body, [engine.make_request(prompt, params, request_id=f"chatcmpl-{uuid.uuid4().hex}")]
+            request_id = f"chatcmpl-{uuid.uuid4().hex}"
+            return body, [engine.make_request(prompt, params, request_id=request_id, owner=http.scope["owner"])]
 
         body, requests = await self._prepare(http, prepare)
         return await self._answer(http, body, requests, ChatReply(requests[0].id, self._options.model_name, body))
@@ -203,7 +204,8 @@ class Api:
             requests = []
             for prompt in body.prompts():
                 ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                requests.append(engine.make_request(ids, params, request_id=f"cmpl-{uuid.uuid4().hex}"))
+                request_id = f"cmpl-{uuid.uuid4().hex}"
+                requests.append(engine.make_request(ids, params, request_id=request_id, owner=http.scope["owner"]))
             return body, requests
 
         body, requests = await self._prepare(http, prepare)

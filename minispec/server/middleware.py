@@ -71,6 +71,8 @@ class Cors(CORSMiddleware):
 class ApiKeys:
     """Lets through what carries one of the keys; everything else gets a 401, whether there is such a route or not.
 
+    Handlers find in ``scope["owner"]`` whose request it is: a hash of its key, or "" on an open path or server.
+
     Args:
         keys: no keys, no guard.
         open_paths: paths that can be read (GET, HEAD) without a key, compared exactly.
@@ -82,7 +84,8 @@ class ApiKeys:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and not self._is_open(scope) and not self._has_key(scope):
+        owner = self._owner(scope) if scope["type"] == "http" and self._digests else ""
+        if owner is None and not self._is_open(scope):
             error = RequestError(
                 "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
@@ -90,18 +93,19 @@ class ApiKeys:
             )
             await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app({**scope, "owner": owner or ""}, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["path"] in self._open_paths and scope["method"] in ("GET", "HEAD")
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _owner(self, scope: Scope) -> str | None:
+        """Whose key the request carries; None if it carries none of them."""
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = header.strip().partition(b" ")
         given = _digest(key.strip())
         # All keys are always compared, each in constant time: time tells neither which one nor how much of it fits.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return given.hex() if scheme.lower() == b"bearer" and any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:

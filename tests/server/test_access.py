@@ -62,6 +62,30 @@ def test_keys(guarded, header, status):
         assert not any(key in response.text for key in KEYS)
 
 
+def test_whose_request_it_is(guarded, shared, monkeypatch):
+    """What drafters learn from an answer stays with its key."""
+    owners = []
+    for server in (guarded, shared):
+        make = server.engine.make_request
+        monkeypatch.setattr(
+            server.engine, "make_request", lambda *a, make=make, **k: owners.append(k["owner"]) or make(*a, **k)
+        )
+    for key in (*KEYS, KEYS[0]):
+        headers = {"Authorization": f"Bearer {key}"}
+        for path, body in (
+            ("/v1/completions", {"prompt": ["a", "b"]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            assert guarded.post(path, body, headers=headers).status_code == 200
+    first, second, again = owners[:3], owners[3:6], owners[6:]
+    assert len({*first}) == len({*second}) == 1 and first == again != second
+    assert not any(key in owner or not owner for key in KEYS for owner in owners)
+    owners.clear()
+    shared.post("/v1/completions", {"prompt": "a"}, headers={"Authorization": "Bearer whatever"})
+    shared.chat()
+    assert owners == ["", ""]
+
+
 def test_open_metrics(serve):
     server = serve(options={"api_keys": KEYS, "open_metrics": True})
     assert httpx.get(f"{server.url}/metrics").status_code == 200
