@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from minispec import hub
+from minispec import hub, kernels
 from minispec.batch import Span
 from minispec.budget import StepCost
 from minispec.config import DEFAULT_MAX_CONTEXT, EngineConfig
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 _TREE_TOKENS = {"cpu": 32, "cuda": 256}  # most nodes per step under `--tree-budget auto`
 _STEP_TOKENS = {"cpu": 256, "cuda": 2048}
+_MEASURE_SECONDS = 1.5  # after which no new round of measuring a step begins
 _DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -52,7 +55,7 @@ def preflight(config: EngineConfig) -> None:
     max_context = _max_context(config, model)
     Tokenizer.from_folder(folder)
     build.check(config.draft, folder, max_context, config.tree)
-    draft_device(config, device)
+    check_kernels(device, draft_device(config, device))
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -113,8 +116,15 @@ def load_engine(config: EngineConfig) -> Engine:
             engine.room,
             max_context,
         )
+    give_back_memory()
     logger.info("%s ready in %.1f s: %s", engine.name, time.monotonic() - started, engine.description)
     return engine
+
+
+def give_back_memory() -> None:
+    """Return to the system what loading has freed. glibc would keep it: a fifth of a small model's weights."""
+    with contextlib.suppress(AttributeError, OSError):  # other C libraries have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def draft_device(config: EngineConfig, target: torch.device) -> torch.device:
@@ -135,6 +145,23 @@ def draft_device(config: EngineConfig, target: torch.device) -> torch.device:
             "runs with the target; leave --draft-device out"
         )
     return device
+
+
+def check_kernels(target: torch.device, draft: torch.device) -> None:
+    """Whether the kernels of this process run where the models do.
+
+    Raises:
+        ConfigError: they are Triton's, which need a GPU (or its interpreter), and a model is to run on the CPU.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels.BACKEND != "triton" or interpreted or "cpu" not in (target.type, draft.type):
+        return
+    option = "--device cpu" if target.type == "cpu" else "--draft-device cpu"
+    other = "" if target == draft else ", or run target and draft on the same device"
+    raise ConfigError(
+        f"{option}: this process runs Triton kernels, one kind for all its models, and those need a GPU. Set "
+        f"MINISPEC_KERNELS=torch{other}"
+    )
 
 
 def model_name(target: str) -> str:
@@ -180,8 +207,10 @@ def default_params(folder: Path) -> dict[str, Any]:
 def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) -> StepCost | None:
     """Time forwards of 1 to 32 rows behind a context of ``context`` tokens; warms the kernels up on the way.
 
-    As far as the cache has room; None if it has none to speak of.
+    As far as the cache has room; None if it has none to speak of. Where a forward is slow, fewer ``rounds`` do: a user
+    waits for this.
     """
+    started = time.perf_counter()
     positions = runner.kv.k.shape[2]
     sizes = tuple(n for n in (1, 8, 32) if n <= positions)
     if len(sizes) < 2:
@@ -191,7 +220,9 @@ def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) 
     if context:
         runner.forward([Span.chunk([0] * context, pages, 0, sample_last=True)])
     best = dict.fromkeys(sizes, float("inf"))
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done and time.perf_counter() - started > _MEASURE_SECONDS:
+            break
         for n in sizes:
             # a comb, every node a child of the root, and all of them sampled, as in a verification
             bits, depths = [1 | 1 << i for i in range(n)], [min(i, 1) for i in range(n)]

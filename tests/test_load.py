@@ -111,6 +111,29 @@ def test_a_draft_device_without_a_draft_model(models, monkeypatch):
         preflight(config(models["target"], "ngram,suffix", device="auto", draft_device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("device", "draft_device", "message"),
+    [
+        ("cuda", "cpu", "--draft-device cpu: .*MINISPEC_KERNELS=torch, or run target and draft on the same device"),
+        ("cpu", "cuda", "--device cpu: .*MINISPEC_KERNELS=torch, or run"),
+        ("cpu", "auto", "--device cpu: .*Set MINISPEC_KERNELS=torch$"),
+    ],
+)
+def test_triton_kernels_and_a_model_on_the_cpu(models, monkeypatch, device, draft_device, message):
+    """Kernels are chosen once per process, for all its models."""
+    monkeypatch.setattr(load, "resolve_device", torch.device)
+    monkeypatch.setattr(load.kernels, "BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    settings = config(models["target"], models["draft"], device=device, dtype="float32", draft_device=draft_device)
+    with pytest.raises(ConfigError, match=message):
+        preflight(settings)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    preflight(settings)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(load.kernels, "BACKEND", "torch")
+    preflight(settings)
+
+
 def test_the_context_is_the_models_own_unless_given(models):
     assert load_engine(config(models["target"], max_context=None)).max_context == 128
     assert load_engine(config(models["target"], max_context=128)).max_context == 128
