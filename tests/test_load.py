@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -262,6 +264,38 @@ def test_the_step_cost_is_measured_within_the_cache(models, pages, measured):
 
     runner.forward = noted
     assert (measure_step_cost(runner) is not None) is measured
+
+
+def test_a_slow_forward_is_measured_in_fewer_rounds(models, monkeypatch):
+    monkeypatch.setattr(load, "_MEASURE_SECONDS", 0.0)
+    engine = load_engine(config(models["target"]))
+    forwards = []
+    monkeypatch.setattr(ModelRunner, "forward", _counting(ModelRunner.forward, forwards))
+    assert measure_step_cost(engine.runner) is not None
+    assert len(forwards) == 4  # the context, and one round of three sizes
+
+
+def _counting(forward, calls):
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.slow
+def test_resident_memory_of_a_loaded_engine_stays_below_two_and_a_half_times_the_weights():
+    code = (
+        "import threading, minispec.server.run\n"
+        "from minispec.config import EngineConfig\nfrom minispec.load import load_engine\n"
+        "kept = []\n"
+        "loader = threading.Thread(target=lambda: kept.append(load_engine(EngineConfig(target='smollm2-135m'))))\n"
+        "loader.start(); loader.join()\n"  # as the server does
+        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')][0])"
+    )
+    resident = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    weights = hub.resolve("smollm2-135m") / "model.safetensors"
+    assert int(resident) * 1024 < 2.5 * weights.stat().st_size
     assert all(positions <= pages * 4 and page < pages for positions, page in seen)
 
 
