@@ -87,6 +87,11 @@ class Reader:
         # the suffixes of what has been read that occurred before, longest first, as (node, depth)
         self._open: list[tuple[Node, int]] = []
 
+    @property
+    def left(self) -> int:
+        """How many tokens there are to read."""
+        return len(self._text) - self.read
+
     def advance(self, end: int) -> None:
         """Read up to, not including, position ``end``."""
         for at in range(self.read, end):
@@ -167,7 +172,7 @@ class SuffixTree:
 
 class SharedTrees:
     """Finished texts in one suffix tree per owner, bounded over all owners together; the least recently used text goes
-    first.
+    first. Adding a text is quick; ``read`` then takes it into the tree, as much at a time as the caller can spare.
 
     Args:
         capacity: most tokens kept.
@@ -179,6 +184,7 @@ class SharedTrees:
         self._trees: dict[str, SuffixTree] = {}
         # keyed by the identity of the text, which the entry keeps alive
         self._texts: OrderedDict[int, tuple[str, Sequence[int]]] = OrderedDict()
+        self._unread: OrderedDict[int, Reader] = OrderedDict()
 
     def tree(self, owner: str) -> SuffixTree | None:
         """The tree of one owner's texts, if there are any."""
@@ -189,16 +195,29 @@ class SharedTrees:
         text = tuple(text[-max(self._capacity // 4, 1) :])
         if not text:
             return
-        self._trees.setdefault(owner, SuffixTree()).add(text)
         self._texts[id(text)] = owner, text
+        self._unread[id(text)] = Reader(self._trees.setdefault(owner, SuffixTree()), text)
         self.tokens += len(text)
         while self.tokens > self._capacity:
-            _, (old_owner, old) = self._texts.popitem(last=False)
+            key, (old_owner, old) = self._texts.popitem(last=False)
             self.tokens -= len(old)
-            tree = self._trees[old_owner]
-            tree.remove(old)
-            if not tree.root.children:
+            tree, reader = self._trees[old_owner], self._unread.pop(key, None)
+            if reader is None or reader.read:
+                if reader is not None:  # half a text cannot be taken back: others may have spelt out more of it
+                    reader.advance(len(old))
+                tree.remove(old)
+            if not tree.root.children and all(owner != old_owner for owner, _ in self._texts.values()):
                 del self._trees[old_owner]
+
+    def read(self, tokens: int) -> None:
+        """Take up to ``tokens`` tokens more of the texts that were added into their trees, the oldest first."""
+        while tokens > 0 and self._unread:
+            key, reader = next(iter(self._unread.items()))
+            count = min(tokens, reader.left)
+            reader.advance(reader.read + count)
+            tokens -= count
+            if not reader.left:
+                del self._unread[key]
 
     def touch(self, text: Sequence[int]) -> None:
         """A draft from this text was right."""

@@ -124,10 +124,12 @@ def test_finished_texts_are_bounded_and_the_least_used_goes_first():
     texts = [[100 + 10 * i + j for j in range(10)] for i in range(5)]
     for text in texts[:4]:
         trees.add("a", text)
+    trees.read(40)
     assert trees.tokens == 40
     [(_, place)] = trees.tree("a").matches(texts[0][:1], 4)
     trees.touch(place.text)
     trees.add("b", texts[4])
+    trees.read(10)
     assert trees.tokens == 40
     known = [bool(trees.tree("a").matches(text[:1], 4)) for text in texts[:4]]
     assert known == [True, False, True, True]
@@ -137,6 +139,33 @@ def test_finished_texts_are_bounded_and_the_least_used_goes_first():
     for i in range(5):
         trees.add("b", [i] * 10)
     assert trees.tree("a") is None, "an owner without texts leaves nothing behind"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_finished_texts_are_read_a_piece_at_a_time(seed):
+    """Whatever is read when: in the end the trees count what the texts hold."""
+    rng = random.Random(seed)
+    trees = SharedTrees(capacity=60)
+    for _ in range(40):
+        trees.add(rng.choice("ab"), [rng.randrange(3) for _ in range(rng.randrange(16))])
+        trees.read(rng.choice([0, 1, 5, 30]))
+    assert trees.tokens <= 60
+    trees.read(60)
+    for owner in "ab":
+        texts = [list(text) for whose, text in trees._texts.values() if whose == owner]
+        if texts:
+            check_counts(trees.tree(owner), texts)
+        else:
+            assert trees.tree(owner) is None
+
+
+def test_reading_finished_texts_is_spread_over_proposals():
+    trees = SharedTrees(capacity=400)
+    trees.add("a", list(range(100)))
+    trees.add("a", list(range(100, 200)))
+    for read, known in ((30, 30), (60, 90), (60, 149), (60, 198)):  # nothing follows a text's last token
+        trees.read(read)
+        assert sum(bool(trees.tree("a").matches([token], 1)) for token in range(200)) == known
 
 
 def slot_for(tokens, owner="", prompt=None):
