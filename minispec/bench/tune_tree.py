@@ -21,6 +21,7 @@ from minispec.bench.run import read_prompts
 from minispec.budget import FixedBudget
 from minispec.config import EngineConfig
 from minispec.costs import DraftCost, StepCost
+from minispec.drafters import build
 from minispec.drafters.base import Drafter
 from minispec.errors import ConfigError
 from minispec.load import load_engine, measure_step_cost
@@ -175,6 +176,11 @@ def run_tune_tree(
         raise ConfigError(
             f"--depth {depth} times --children {children} needs a tree of {depth * children + 1} nodes to measure "
             f"with; at most {MAX_NODES} are possible"
+        )
+    if len(names := build.parse(config.draft)) != 1 or names[0] in build.BUILT_IN:
+        raise ConfigError(
+            f"tune-tree shapes the trees of one draft that runs a model, which --draft {config.draft} is not; give "
+            "--draft layers:N, a model or a head"
         )
     texts = read_prompts(prompts)
     with tempfile.TemporaryDirectory() as folder:

@@ -114,8 +114,9 @@ def test_from_a_model_to_a_file(tmp_path, capsys):
 def test_what_cannot_be_measured_is_refused(tmp_path):
     target = tiny_folder(tmp_path / "target")
     settings = {"prompts": None, "out": None, "max_tokens": 12, "temperature": 0.0, "nodes": 8, "as_json": True}
-    config = EngineConfig(target=str(target), draft="ngram", device="cpu", max_context=64)
-    with pytest.raises(ConfigError, match="draws no ranks"):
-        run_tune_tree(config, depth=2, children=2, **settings)
+    for draft in ("ngram", "auto", "none", "layers:1,ngram"):
+        config = EngineConfig(target=str(target), draft=draft, device="cpu", max_context=64)
+        with pytest.raises(ConfigError, match=f"which --draft {draft} is not"):
+            run_tune_tree(config, depth=2, children=2, **settings)
     with pytest.raises(ConfigError, match="tree of 257 nodes"):
         run_tune_tree(config, depth=16, children=16, **settings)
