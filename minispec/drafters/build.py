@@ -55,12 +55,12 @@ def parse(draft: str) -> tuple[str, ...]:
     if len(names) > 1 and (alone := next((name for name in names if name in ("auto", "none")), None)):
         raise ConfigError(f"--draft {draft} joins {alone!r} with others; it stands alone")
     names = [AUTO if name == "auto" else name for name in names]
+    # one spelling: layers:08 is layers:8
+    names = [f"{LAYERS}{_layers(name)}" if name.startswith(LAYERS) else name for name in names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"--draft {draft} names {twice!r} twice; once is enough")
     for name in names:
-        if name.startswith(LAYERS):
-            _layers(name)
-        elif name == "layers" or name.startswith("layers="):
+        if name == "layers" or name.startswith("layers="):
             raise ConfigError(f"--draft {name}: write layers:N, with how many of the target's first layers draft")
     return tuple(names)
 

@@ -77,6 +77,7 @@ def test_models_to_pull():
         ("none,ngram", "'none' with others"),
         ("suffix,auto", "'auto' with others"),
         ("ngram,suffix,ngram", "'ngram' twice"),
+        ("layers:8,layers:08", "'layers:8' twice"),
         ("layers", "write layers:N"),
         ("layers=4", "write layers:N"),
         ("layers:", "no whole number"),
