@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from minispec import kernels
@@ -150,7 +151,8 @@ class TranslatingDrafter(DraftModelDrafter):
         self._translation = translation
         # a head may have fewer rows than its tokenizer has ids
         pairs = [(t, d) for t, d in translation.pairs if t < noise.vocab_size and d < runner.vocab_size]
-        self._target_ids, self._draft_ids = ([pair[side] for pair in pairs] for side in (0, 1))
+        # both [pairs] int64
+        self._target_ids, self._draft_ids = torch.tensor(pairs, device=runner.kv.k.device).unbind(-1)
         self._choices = len(pairs)
         self._children = min(self._children, self._choices)
 
