@@ -282,14 +282,14 @@ class AutoBudget:
         member.free = unit * max(member.layers, 1) <= FREE * plain
         if member.layers == 0 and member.coverage > _MUTE:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
+        # probes: forwards of the drafter, which serve all slots, and each slot's own rows
+        probe = (0.0 if member.free else unit * _PROBE_DEPTH) + line.per_row * _PROBE_NODES * len(slots)
+        member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
-            member.longest_pause = _PAUSES[0]
             for gate in gates:
                 if gate.dormant:
                     gate.waited += 1
             return [i for i, gate in zip(able, gates, strict=True) if not gate.dormant], MAX_NODES
-        probe = (unit * _PROBE_DEPTH + line.per_row * _PROBE_NODES) / plain
-        member.longest_pause = int(min(max(probe / _PROBING, _PAUSES[0]), _PAUSES[1]))
         chosen, depth = self._best(name, slots, able, prefill)
         member.drafting = bool(chosen)
         for i, gate in zip(able, gates, strict=True):

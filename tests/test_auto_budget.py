@@ -95,6 +95,21 @@ def test_a_drafter_that_is_always_wrong_is_left_out(script, per_row, draft_secon
         assert clock.now <= 1.03 * 300 * (20.0 + per_row)
 
 
+def test_probes_of_many_short_requests_are_few_where_rows_are_dear():
+    """16 slots, each with a new request every 40 steps."""
+    drafter = TimedDrafter(wrong_tree, clock := Clock())
+    engine = simulated_engine(drafter, clock, StepCost(5.0, 2.0), max_slots=16)
+    params = SamplingParams(max_tokens=40, temperature=0)
+    for i in range(64):
+        engine.add(engine.make_request([i % 40 + 1], params))
+    drafted = []
+    while engine.has_work:
+        before = engine.stats.drafted
+        engine.step()
+        drafted.append(engine.stats.drafted - before)
+    assert len(drafted) == 160 and sum(drafted[50:]) < 0.05 * 16 * len(drafted[50:])
+
+
 def test_a_fixed_budget_is_fixed():
     clock = Clock()
     _, [request], _ = decode(TimedDrafter(wrong_chain, clock), clock, auto=False, tokens=100)
