@@ -19,7 +19,7 @@ import click
 
 import minispec
 from minispec.config import EngineConfig
-from minispec.errors import ConfigError, MinispecError
+from minispec.errors import ConfigError, MinispecError, RequestError
 from minispec.options import NumbersList, engine_options, prompts_option, sampling_options
 from minispec.tree import MAX_NODES
 
@@ -220,6 +220,12 @@ def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threa
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
     sampling = {name: value for name in names if (value := options.pop(name)) is not None}
     config = EngineConfig(**options)
+    from minispec.request import SamplingParams
+
+    try:
+        SamplingParams(**sampling, stop=stop)  # before a model is loaded in vain
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
     text = sys.stdin.read() if prompt == "-" else prompt
     _set_threads(threads)
     from minispec.llm import LLM, RequestOutput

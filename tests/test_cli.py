@@ -190,3 +190,8 @@ def test_chat_options(capsys, monkeypatch):
     assert run(capsys, *args.split())[0] == 3
     assert seen["temperature"] == 0.5 and seen["system"] == "be-brief" and seen["top_k"] is None
     assert type(seen["backend"]).__name__ == "HttpBackend"
+
+
+def test_generate_refuses_bad_sampling_before_it_loads_a_model(capsys):
+    status, _, err = run(capsys, "generate", "--target", "no-such-model", "--temperature", "9", "Hi")
+    assert status == 2 and "temperature must be a number from 0 to 2, not 9.0" in err

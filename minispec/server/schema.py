@@ -300,6 +300,8 @@ def _type_error(error: ValidationError) -> RequestError:
         known = ", ".join(Speculation.model_fields)
         return RequestError(f"{param} is unknown; {first['loc'][0]} may have {known}.", param=param)
     complaint = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] in ("model_type", "dict_type"):
+        complaint = "input should be an object"
     return RequestError(f"{param}: {complaint}, {_short(first['input'])} given", param=param)
 
 

@@ -5,6 +5,8 @@ import json
 import httpx
 import pytest
 
+from minispec.errors import RequestError
+from minispec.server.schema import parse_chat
 from tokenizers_fixture import BYTE_VOCAB_SIZE
 
 USER = [{"role": "user", "content": "hi"}]
@@ -346,3 +348,10 @@ def test_routes_and_methods(shared):
 
 def test_alive_after_all_this(shared):
     shared.assert_alive()
+
+
+@pytest.mark.parametrize("field", ["speculation", "stream_options", "chat_template_kwargs"])
+def test_what_must_be_an_object_is_called_one(field):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, field: [1]}
+    with pytest.raises(RequestError, match=rf"^{field}: input should be an object, \[1\] given$"):
+        parse_chat(json.dumps(body).encode())
