@@ -146,9 +146,8 @@ class ServerProcess:
         self._api.draining = True  # first, so that no request slips in between
         self._worker.drain()
         if running := len(self._api.active):
-            _say(
-                f"minispec is finishing {running} running request{'s' if running > 1 else ''}; press Ctrl-C again to stop at once"
-            )
+            requests = "request" if running == 1 else "requests"
+            _say(f"minispec is finishing {running} running {requests}; press Ctrl-C again to stop at once")
         deadline = asyncio.get_running_loop().time() + self._drain_timeout
         while self._api.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL)
