@@ -12,7 +12,7 @@ Example::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,13 @@ class LLM:
         return [self.engine.tokenizer.apply_chat_template(list(conversation)) for conversation in conversations]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            message = f"a prompt must be a string or a list of token ids, not {prompt!r}"
+            raise RequestError(message, param="prompt") from None
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
@@ -165,7 +171,7 @@ class LLM:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]

@@ -247,3 +247,9 @@ def test_a_greedy_model_is_greedy_by_default(tmp_path):
     llm = LLM(str(folder), "none", device="cpu", dtype="float32", max_slots=1)
     [first], [again] = llm.generate("Hello"), llm.generate("Hello")
     assert first == again and 1 <= len(first.token_ids) <= 24 - 6
+
+
+@pytest.mark.parametrize("prompts", [5, [None], ["Hi", 7.5]])
+def test_a_prompt_that_is_neither_text_nor_ids_is_named(llm, prompts):
+    with pytest.raises(RequestError, match="must be a string or a list of token ids, not"):
+        llm.generate(prompts)
