@@ -172,7 +172,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         return self._head.logits(self._hidden)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-        return self._head.vocabulary.best_children(logits, sampling, self._noise, self._children)
+        return self._head.vocabulary.best_children(logits, sampling, self.noise, self._children)
 
 
 def _moved(span: Span, offset: int) -> Span:

@@ -110,6 +110,7 @@ class RankingDrafter(BaseDrafter):
 
     Attributes:
         invalid: rows whose logits were not finite; they get no children.
+        noise: what children are ranked with.
     """
 
     def __init__(self, name: str, noise: Noise, children: int, choices: int) -> None:
@@ -121,7 +122,7 @@ class RankingDrafter(BaseDrafter):
         """
         self.name = name
         self.invalid = 0
-        self._noise = noise
+        self.noise = noise
         self._choices = choices
         self._children = min(children, choices)
         self._shape: TreeShape | None = None
@@ -137,7 +138,7 @@ class RankingDrafter(BaseDrafter):
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
-        return kernels.top_children(logits, sampling, self._noise, self._children)
+        return kernels.top_children(logits, sampling, self.noise, self._children)
 
     def _rank(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> list[list[tuple[int, float]]]:
         """(token, log-probability) of each row's children, best first; none for a row that is not finite.

@@ -203,7 +203,7 @@ class MedusaDrafter(RankingDrafter):
         return trees
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-        return self._heads.vocabulary.best_children(logits, sampling, self._noise, self._children)
+        return self._heads.vocabulary.best_children(logits, sampling, self.noise, self._children)
 
 
 def product_tree(root: int, layers: Ranked, max_nodes: int) -> DraftTree:

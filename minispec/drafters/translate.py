@@ -173,9 +173,9 @@ class TranslatingDrafter(DraftModelDrafter):
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         # the noise belongs to the target's ids, so the logits move there; what the draft cannot say has no weight
-        wide = logits.new_full((len(logits), self._noise.vocab_size), float("-inf"))
+        wide = logits.new_full((len(logits), self.noise.vocab_size), float("-inf"))
         wide[:, self._target_ids] = logits[:, self._draft_ids]
-        return kernels.top_children(wide, sampling, self._noise, self._children)
+        return kernels.top_children(wide, sampling, self.noise, self._children)
 
 
 def _keys(tokenizer: Tokenizer) -> dict[Key, int]:
