@@ -34,7 +34,7 @@ from minispec.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 _TREE_TOKENS = {"cpu": 32, "cuda": 256}  # most nodes per step under `--tree-budget auto`
 _STEP_TOKENS = {"cpu": 256, "cuda": 2048}
 _MEASURE_SECONDS = 1.5  # after which no new round of measuring a step begins
@@ -255,7 +255,7 @@ def _pages(config: EngineConfig, kv_bytes: int, max_context: int, device: torch.
     pages = min(wanted, limit // page_bytes)
     if pages < 1:
         raise ConfigError(
-            f"the KV cache may take {limit / GIB:.3f} GiB, but one page of {config.page_size} positions needs "
-            f"{page_bytes / GIB:.3f} GiB; raise --kv-memory"
+            f"the KV cache may take {limit / MIB:.2f} MiB, but one page of {config.page_size} positions needs "
+            f"{page_bytes / MIB:.2f} MiB; raise --kv-memory (which is in GiB)"
         )
     return pages

@@ -231,7 +231,7 @@ def test_a_draft_with_a_shorter_context_is_refused_before_weights_are_read(model
 
 def test_kv_memory(models, caplog):
     gib = 1 << 30
-    with pytest.raises(ConfigError, match=r"may take 0\.000 GiB, but one page of 8 positions.*raise --kv-memory"):
+    with pytest.raises(ConfigError, match=r"may take 0\.\d+ MiB, but one page of 8 positions.*raise --kv-memory"):
         load_engine(config(models["target"], kv_memory=(PAGE_BYTES - 1) / gib))
     engine = load_engine(config(models["target"], kv_memory=5 * PAGE_BYTES / gib))
     assert engine.pool.total == 5 and engine.room == 40
