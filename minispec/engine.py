@@ -12,10 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
-from minispec import kernels
 from minispec.batch import Span
 from minispec.budget import AutoBudget, Budget, FixedBudget, Prefill
 from minispec.costs import StepCost
@@ -24,7 +22,8 @@ from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
 from minispec.model.llama import Taps
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
-from minispec.sampling import Noise, SamplingBatch
+from minispec.sampler import Sampler
+from minispec.sampling import Noise
 from minispec.scheduler import Scheduler, Slot, StepPlan
 from minispec.settle import settle
 from minispec.tree import DraftTree
@@ -158,7 +157,7 @@ class Engine:
             max_tree_tokens=tree_budget,
         )
         self._clock = clock
-        self._noise = noise
+        self._sampler = Sampler(noise)
         self._tokenizer = tokenizer
         self._ids = itertools.count()
 
@@ -279,7 +278,9 @@ class Engine:
         logits = self.runner.forward(spans, taps=taps)
         if taps is not None:
             self._observe(plan, spans, taps.features)
-        samples = self._sample(logits, plan, trees)
+        first = [slot.request for slot, count in plan.chunks if count == slot.num_pending]
+        decoding = [(slot.request, tree) for slot, tree in zip(plan.decoding, trees, strict=True)]
+        samples = self._sampler(logits, first, decoding)
         places = [(slot.pages, slot.num_cached) for slot in plan.decoding]
         first_tokens, accepted = settle(self.runner.kv, samples, trees, places)
         self.stats.steps += 1
@@ -329,15 +330,6 @@ class Engine:
         rows = features.split([len(span.tokens) for span in spans])
         for slot, own in zip(slots, rows, strict=True):
             self.drafter.observe(slot, own)
-
-    def _sample(self, logits: Tensor, plan: StepPlan, trees: Sequence[DraftTree]) -> Tensor:
-        """[samples] int64, the target's token after each sampled row: chunks that end their prompt, then every node."""
-        rows = [(slot.request, len(slot.request.tokens)) for slot, count in plan.chunks if count == slot.num_pending]
-        for slot, tree in zip(plan.decoding, trees, strict=True):
-            rows += [(slot.request, len(slot.request.tokens) + depth) for depth in tree.depth]
-        if not rows:
-            return logits.new_empty(0, dtype=torch.int64)
-        return kernels.sample(logits, SamplingBatch.build(rows, logits.device), self._noise)
 
     def _advance(
         self,
