@@ -47,8 +47,11 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Text that is now safe to show. Once a stop string is found: what stood before it, and "" ever after."""
+    def feed(self, text: str, *, may_match: bool = True) -> str:
+        """Text that is now safe to show. Once a stop string is found: what stood before it, and "" ever after.
+
+        Without ``may_match`` a stop string that this text completes is text like any other.
+        """
         if self.matched is not None or not text:
             return ""
         if not self._stops:
@@ -63,7 +66,9 @@ class StopMatcher:
                     state = table[state]
                 if stop[state] == character:
                     state += 1
-                if state == len(stop):
+                if state == len(stop) and not may_match:
+                    state = table[state]
+                elif state == len(stop):
                     self.matched = stop
                     self._held = ""
                     return seen[: position + 1 - len(stop)]
