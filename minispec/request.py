@@ -15,7 +15,7 @@ from minispec.stop import StopMatcher
 from minispec.tree import MAX_NODES, DraftTree
 
 if TYPE_CHECKING:
-    from minispec.constraint import Constraint
+    from minispec.constraint import Constraint, OutputFormat
     from minispec.tokenizer import IncrementalDecoder
     from minispec.verify import Acceptance
 
@@ -103,6 +103,9 @@ class SamplingParams:
         logprobs: alternatives whose log-probabilities come with each generated token's own, at most ``MAX_LOGPROBS``;
             None for no log-probabilities at all. They are the model's, before temperature, penalties and bias.
         prompt_logprobs: the same for the tokens of the prompt.
+        output_format: the language that the text must be of; None for any. Where the text is complete and nothing may
+            follow, the request ends, ``min_tokens`` and ``ignore_eos`` notwithstanding; where ``max_tokens`` comes
+            first it is cut short (finish reason ``length``).
         speculation: how much is drafted for it.
 
     Penalties, bias and bans apply to every drafted position with the text that leads to it.
@@ -127,6 +130,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    output_format: OutputFormat | None = None
     speculation: SpeculationParams = SpeculationParams()
 
     def __post_init__(self) -> None:
@@ -398,8 +402,9 @@ class Request:
     def append(self, tokens: Iterable[int], logprobs: Sequence[TokenLogprobs] = ()) -> tuple[list[int], str]:
         """Append a verified run up to and including the token that ends the request.
 
-        Each token is tested by itself, in the order end token, stop string, length: a run that is verified in one step
-        ends where it would have ended token by token. A request for no tokens at all ends at once.
+        Each token is tested by itself, in the order end token, stop string, complete grammar, length: a run that is
+        verified in one step ends where it would have ended token by token. A request for no tokens at all ends at once,
+        and one whose grammar refuses a token, as it knows no way on, ends with an error and without it.
 
         Args:
             tokens: the run.
@@ -414,6 +419,9 @@ class Request:
             self.finish_reason, tokens = FinishReason.LENGTH, ()
         for token in tokens:
             assert self.finish_reason is None and self.remaining > 0
+            if self.constraint is not None and not self.constraint.accept(token):
+                self.finish_reason, self.error = FinishReason.ERROR, self.constraint.error
+                break
             self.tokens.append(token)
             appended.append(token)
             if token in self.end_ids:  # earlier ones were not to be drawn, unless a grammar had nothing else left
@@ -422,6 +430,8 @@ class Request:
                 shown += self._matcher.feed(self.decoder.feed(token), may_match=self._may_stop)
                 if self._matcher.matched is not None:
                     self.finish_reason = FinishReason.STOP
+            if self.constraint is not None and self.constraint.done:  # there is nothing left to say
+                self.finish_reason = FinishReason.STOP
             if self.finish_reason is None and self.remaining == 0:
                 self.finish_reason = FinishReason.LENGTH
             if self.finish_reason is not None:

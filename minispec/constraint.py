@@ -1,0 +1,297 @@
+"""Structured output: which tokens a grammar lets follow each node of a tree.
+
+Grammars are compiled and run by llguidance (https://github.com/guidance-ai/llguidance), which walks the vocabulary as a
+tree of bytes beside the state of an Earley parser. What is done here and not there: a token's bytes are those that our
+decoder shows, ends of sequence are this module's own business, and the state behind each draft node is reached along
+the node's own path and taken back again, so that drafts leave no trace.
+
+JSON is written in one layout, ``{"a": 1, "b": [2, 3]}``: free white space is where small models begin to loop. What
+stands between two values is then decided by the grammar alone, and is drafted without a drafter (``forced``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from minispec.errors import RequestError
+from minispec.tree import DraftTree
+from minispec.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+    from minispec.tokenizer import Tokenizer
+
+PARAM = "response_format"
+"""The request field that errors name."""
+MAX_CHARACTERS = 65_536
+"""Longest schema, regular expression, grammar or list of choices."""
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+
+_JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPILED = 64  # grammars kept; one takes some 100 kB
+_MESSAGE = 400  # most characters of the library's own message that are passed on
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What a request's text must be.
+
+    Attributes:
+        kind: ``json_object`` for any JSON object; ``json_schema``; ``regex`` (Rust's syntax, without look-around and
+            back references), which the whole text must match; ``choice``, one of several strings; ``grammar``
+            (llguidance's variant of Lark).
+        value: the schema as a dict or as JSON text, kept as JSON text; the expression; the choices; the grammar. Empty
+            for ``json_object``.
+
+    Raises:
+        RequestError: the value is of another kind, empty or too long. What the grammar itself says is checked by
+            ``Grammars.constraint``.
+    """
+
+    kind: str
+    value: Any = ""
+
+    def __post_init__(self) -> None:
+        value: Any = self.value
+        match self.kind:
+            case "json_object":
+                if value:
+                    raise RequestError("json_object takes no value; give a schema as json_schema", param=PARAM)
+                value = ""
+            case "json_schema":
+                value = _schema(value)
+            case "choice":
+                if isinstance(value, str) or not isinstance(value, Sequence):
+                    raise RequestError(f"the choices must be a list of strings, not {value!r:.100}", param=PARAM)
+                if not value or not all(isinstance(choice, str) and choice for choice in value):
+                    raise RequestError("the choices must be non-empty strings, at least one", param=PARAM)
+                value = tuple(value)
+            case "regex" | "grammar":
+                if not isinstance(value, str) or not value:
+                    raise RequestError(f"a {self.kind} must be a non-empty string, not {value!r:.100}", param=PARAM)
+            case _:
+                raise RequestError(
+                    f"there is no output format {self.kind!r}; there are {', '.join(KINDS)}", param=PARAM
+                )
+        length = len(value) if isinstance(value, str) else sum(map(len, value))
+        if length > MAX_CHARACTERS:
+            raise RequestError(
+                f"a {self.kind} may have {MAX_CHARACTERS} characters, this one has {length}; shorten it", param=PARAM
+            )
+        object.__setattr__(self, "value", value)
+
+    def compile(self) -> str:
+        """The grammar in llguidance's own notation."""
+        match self.kind:
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_LAYOUT)
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(self.value, overrides=_JSON_LAYOUT)
+            case "regex":
+                return LLMatcher.grammar_from_regex(self.value)
+            case "choice":
+                return LLMatcher.grammar_from_lark(
+                    "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.value)
+                )
+            case _:
+                return LLMatcher.grammar_from_lark(self.value)
+
+
+class Constraint(Protocol):
+    """What one request may still say. It stands behind the request's committed text, and only ``accept`` moves it.
+
+    What it allows is a function of the tokens accepted so far and of nothing else: neither what was drafted nor who
+    shares the step matters, and a preempted request keeps it.
+    """
+
+    @property
+    def done(self) -> bool:
+        """The text is complete and nothing may follow, so that the request ends."""
+
+    @property
+    def error(self) -> str | None:
+        """Why ``accept`` refused a token: the grammar has no way on, or became too complex."""
+
+    def masks(self, tree: DraftTree) -> Tensor:
+        """The tokens allowed after each node, along its own path.
+
+        End-of-sequence tokens are among them exactly where the text may end, save below ``min_tokens`` and under
+        ``ignore_eos``, which hold them back as long as anything else may follow. No row is empty: where the grammar has
+        no way on every token is allowed, and ``accept`` will refuse whichever comes.
+
+        Returns:
+            [nodes, ceil(vocab_size / 32)] int32 on the CPU: bit ``t % 32`` of word ``t // 32`` for token t.
+        """
+
+    def accept(self, token: int) -> bool:
+        """The text goes on with ``token``; False, and ``error`` says why, if it may not."""
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        """The tree without the nodes that could never come true."""
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """At most ``limit`` tokens that are sure to come next, whatever the target thinks."""
+
+
+class Grammars:
+    """Makes the constraints of an engine's requests. Thread-safe.
+
+    Args:
+        tokenizer: says which bytes each token stands for.
+        vocab_size: rows of logits; ids that the tokenizer does not have are never allowed.
+        eos_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[OutputFormat, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, output_format: OutputFormat, *, min_tokens: int = 0, ignore_eos: bool = False) -> Constraint:
+        """A constraint at the beginning of a text. Compiles what it has not met before: some milliseconds as a rule.
+
+        Args:
+            min_tokens: the text may not end before that many tokens unless the grammar leaves no choice.
+            ignore_eos: the text ends only where the grammar leaves no choice.
+
+        Raises:
+            RequestError: the grammar has an error, uses something unsupported, or is too complex.
+        """
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+            matcher = self._compiled.get(output_format)
+            if matcher is None:
+                matcher = self._compiled[output_format] = _compile(self._vocabulary.library, output_format)
+            self._compiled.move_to_end(output_format)
+            while len(self._compiled) > _COMPILED:
+                self._compiled.popitem(last=False)
+            return GrammarConstraint(matcher, self._vocabulary, sys.maxsize if ignore_eos else min_tokens)
+
+
+class GrammarConstraint:
+    """A ``Constraint`` by a grammar.
+
+    Args:
+        start: the compiled grammar at the beginning of a text; copied, not changed.
+        vocabulary: of the target.
+        min_tokens: output length from which on the text may end of the target's own will.
+    """
+
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary, min_tokens: int = 0) -> None:
+        self.done = False
+        self.error: str | None = None
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._vocabulary = vocabulary
+        self._min_tokens = min_tokens
+        self._text: list[int] = []
+
+    def masks(self, tree: DraftTree) -> Tensor:
+        vocabulary = self._vocabulary
+        rows = torch.zeros(len(tree), vocabulary.library_words, dtype=torch.int32)
+        size = rows.stride(0) * rows.element_size()
+        for node in self._walk(tree):
+            self._matcher.unsafe_compute_mask_ptr(rows.data_ptr() + node * size, size)
+        may_end = [len(self._text) + depth >= self._min_tokens for depth in tree.depth]
+        return vocabulary.masks(rows, torch.tensor(may_end))
+
+    def accept(self, token: int) -> bool:
+        if token in self._vocabulary.eos_ids:
+            self.done = self._matcher.is_accepting()
+            return self.done or self._refuse(token)
+        if not self._consume(token):
+            return self._refuse(token)
+        self._text.append(token)
+        self.done = self._matcher.is_stopped()
+        return True
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        kept = list(self._walk(tree))
+        return tree if len(kept) == len(tree) else tree.keep(kept)
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        return tuple(self._matcher.compute_ff_tokens()[: max(limit, 0)])
+
+    def _walk(self, tree: DraftTree) -> Iterator[int]:
+        """The nodes that the grammar allows, each with the matcher standing behind it, parents first."""
+        path: list[int] = []
+        stack = [0]
+        try:
+            while stack:
+                node = stack.pop()
+                if above := len(path) - tree.depth[node]:
+                    self._matcher.rollback(above)
+                    del path[-above:]
+                if node and tree.tokens[node] in self._vocabulary.eos_ids:
+                    if self._matcher.is_accepting():
+                        yield node  # nothing comes after it
+                    continue
+                if node and not self._consume(tree.tokens[node]):
+                    continue
+                path.append(node)
+                yield node
+                stack += tree.children[node].values()
+        finally:
+            if self._matcher.is_error():  # too complex somewhere in the tree, and it never leaves that state
+                self._matcher = self._start.deep_copy()
+                self._matcher.consume_tokens(self._text)
+            elif len(path) > 1:
+                self._matcher.rollback(len(path) - 1)
+
+    def _consume(self, token: int) -> bool:
+        return self._vocabulary.is_text(token) and self._matcher.try_consume_tokens([token]) == 1
+
+    def _refuse(self, token: int) -> bool:
+        message = self._matcher.get_error() if self._matcher.is_error() else ""
+        reason = (
+            f"it became too complex to follow ({_short(message)})" if message else "no token of this model can follow"
+        )
+        self.error = f"the output cannot go on as its {PARAM} demands: {reason}; simplify the format"
+        return False
+
+
+def _schema(value: Any) -> str:
+    """A JSON schema as text; the order of its properties, which is that of the output, is kept."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise RequestError(f"a JSON schema must be an object, not {schema!r:.100}", param=PARAM)
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the JSON schema is not JSON: {error}", param=PARAM) from error
+
+
+def _compile(vocabulary: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
+    # A step's limits are what one mask may cost: some 15 ms. A lexer state takes one or two kB.
+    limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+    try:
+        matcher = LLMatcher(vocabulary, output_format.compile(), log_level=0, limits=limits)
+    except ValueError as error:
+        raise RequestError(f"the {output_format.kind} cannot be used: {_short(str(error))}", param=PARAM) from error
+    if not matcher.is_error():
+        matcher.deep_copy().compute_bitmask()  # some limits show only here
+    if matcher.is_error():
+        message = f"the {output_format.kind} cannot be used: {_short(matcher.get_error())}"
+        raise RequestError(message, param=PARAM)
+    return matcher
+
+
+def _short(message: str) -> str:
+    """The library's message on one line, without the state and traces that it may append."""
+    message = message.split("<state>")[0].split("<backtrace>")[0]
+    return " ".join(message.split())[:_MESSAGE]
