@@ -263,31 +263,52 @@ def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threa
     type=NumbersList(),
     default=(1,),
     metavar="N[,N…]",
-    help="Requests kept running at once; several numbers measure one after the other.  [default: 1]",
+    help="Requests run together; several numbers measure one after the other.  [default: 1]",
+)
+@click.option("--profile", is_flag=True, help="Show where each millisecond of a step goes.  [default: off]")
+@click.option("--context-sweep", is_flag=True, help="Time a step behind 128 to 8192 tokens.  [default: off]")
+@click.option("--prefill", is_flag=True, help="Time the first token behind 32 to 2048 prompt tokens.  [default: off]")
+@click.option("--startup", is_flag=True, help="Time a server to ready, and read its memory.  [default: off]")
+@click.option("--http", is_flag=True, help="Measure what the HTTP server costs over the offline API.  [default: off]")
+@click.option(
+    "--compare",
+    "compare_urls",
+    multiple=True,
+    metavar="URL",
+    help="Run the same prompts in turn against this OpenAI-compatible server, over HTTP both; repeatable.  "
+    "[default: none]",
+)
+@click.option("--compare-model", metavar="NAME", help="Model to ask for there.  [default: the first it lists]")
+@click.option(
+    "--compare-api-key",
+    envvar="MINISPEC_COMPARE_API_KEY",
+    metavar="KEY",
+    help="Key for it; or set MINISPEC_COMPARE_API_KEY.  [default: none]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the report, for example into bench.png.  [default: no picture]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
 def bench(
-    prompts: Path | None,
-    max_tokens: int,
-    temperature: float,
-    concurrency: tuple[int, ...],
-    as_json: bool,
+    compare_urls: tuple[str, ...],
+    compare_model: str | None,
+    compare_api_key: str | None,
     threads: int | None,
-    **settings: Any,
+    **options: Any,
 ) -> int:
     """Measure speed with and without speculation."""
-    config = EngineConfig(**settings)
+    names = ("prompts", "max_tokens", "temperature", "concurrency", "profile", "context_sweep", "prefill")
+    what = {name: options.pop(name) for name in (*names, "startup", "http", "plot", "as_json")}
+    config = EngineConfig(**options)
     _set_threads(threads)
-    from minispec.bench.run import run_bench
+    from minispec.bench.client import Endpoint
+    from minispec.bench.run import BenchOptions, run_bench
 
-    return run_bench(
-        config,
-        prompts=prompts,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        concurrency=concurrency,
-        as_json=as_json,
-    )
+    others = [Endpoint(url, compare_model, compare_api_key) for url in compare_urls]
+    return run_bench(config, BenchOptions(**what, others=others))
 
 
 @cli.command("tune-tree")

@@ -1,4 +1,4 @@
-"""``minispec bench``: speed with the drafter and with none, prompt by prompt, in one process.
+"""``minispec bench``: speed with the drafter and with none, prompt by prompt, in one process; and more on demand.
 
 Each prompt (or group of ``concurrency`` prompts) runs both ways, one directly after the other and in alternating order,
 so that a busy moment of the machine hits both; the speed-up is the median of these paired ratios. Time runs from the
@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from minispec.bench.against import run_against, spread
+from minispec.bench.client import Endpoint
+from minispec.bench.plot import check_plot, draw
+from minispec.bench.profile import Profile
+from minispec.bench.startup import startup
+from minispec.bench.sweep import context_sweep, prefill_sweep
 from minispec.config import EngineConfig
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.engine import Engine
 from minispec.errors import ConfigError
-from minispec.load import load_engine
+from minispec.load import load_engine, preflight
 from minispec.request import Request, SamplingParams
 
 
@@ -87,7 +93,7 @@ def read_prompts(path: Path | None) -> list[Prompt]:
             continue
         try:
             item = json.loads(line)
-            prompts.append(Prompt(item["prompt"] + "", item.get("category", "all")))
+            prompts.append(Prompt(item["prompt"] + "", item.get("category", "all") + ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f'{path}, line {number}: a line must be an object like {{"prompt": "…", "category": "…"}}'
@@ -97,40 +103,121 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     return prompts
 
 
-def run_bench(
-    config: EngineConfig,
-    *,
-    prompts: Path | None,
-    max_tokens: int,
-    temperature: float,
-    concurrency: Sequence[int],
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is measured besides speed with and without speculation.
+
+    Attributes:
+        prompts: file of prompts; None is the set that comes with minispec.
+        max_tokens, temperature: of every request.
+        concurrency: requests run together; several numbers make a sweep, whose report has one entry for each.
+        profile: where each millisecond of a step goes.
+        context_sweep: a decode step by context length.
+        prefill: time to the first token by prompt length.
+        startup: time to ready and memory of a server process.
+        http: what our HTTP server costs over the offline API.
+        others: servers to run the same prompts against.
+        plot: file for a picture of the report.
+        as_json: print one JSON line only.
+    """
+
+    prompts: Path | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    concurrency: Sequence[int] = (1,)
+    profile: bool = False
+    context_sweep: bool = False
+    prefill: bool = False
+    startup: bool = False
+    http: bool = False
+    others: Sequence[Endpoint] = ()
+    plot: Path | None = None
+    as_json: bool = False
+
+
+def run_bench(config: EngineConfig, options: BenchOptions) -> int:
     """Measure and print; the exit status is 0.
 
-    Args:
-        concurrency: requests run together; several numbers make a sweep, whose report has one entry for each.
+    Raises:
+        ConfigError: something asked for cannot be done; nothing has been measured then, but for servers that fail.
     """
-    texts = read_prompts(prompts)
-    engine = load_engine(replace(config, max_slots=max(config.max_slots, *concurrency)))
-    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(texts))]
-    console = Console(stderr=True, quiet=as_json)
-    # Once unmeasured, so that no first-time cost falls on either side; with a text of its own, as some drafters learn.
+    texts = read_prompts(options.prompts)
+    if options.plot:
+        check_plot(options.plot)
+    SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
+    report: dict[str, Any] = {}
+    console = Console(stderr=True, quiet=options.as_json)
+    if options.startup:
+        preflight(config)
+        report["startup"] = startup(config, serve_arguments(config))
+    config = replace(config, max_slots=max(config.max_slots, *options.concurrency))
+    engine = load_engine(config)
     drafter = engine.drafter
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=i)
+        for i in range(len(texts))
+    ]
+    # Once unmeasured, so that no first-time cost falls on either side; with a text of its own, as some drafters learn.
     measure(engine, drafter, [Prompt("Count from one to ten.", "")], [SamplingParams(max_tokens=16)])
+    levels = [compare(engine, drafter, texts, params, number, console) for number in options.concurrency]
+    if options.profile:
+        report["profile"] = profile(engine, texts, params, options.concurrency[0])
+    if options.context_sweep:
+        report["context_sweep"] = context_sweep(engine)
+    if options.prefill:
+        report["prefill"] = prefill_sweep(engine)
+    if options.http or options.others:
+        report |= run_against(
+            engine,
+            [text.text for text in texts],
+            lambda group: _offline(engine, [texts[i] for i in group], [params[i] for i in group]),
+            others=options.others,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            concurrency=options.concurrency[0],
+            console=console,
+        )
     head = {
         "target": engine.name,
         "draft": drafter.name,
-        "temperature": temperature,
-        "max_tokens": max_tokens,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
     }
-    sweep = [compare(engine, drafter, texts, params, number, console) for number in concurrency]
-    reports = [{**head, **figures, "machine": machine(engine)} for figures in sweep]
-    if not as_json:
-        for report in reports:
-            Console().print(table(report))
-    print(json.dumps(reports[0] if len(sweep) == 1 else {**head, "sweep": sweep, "machine": machine(engine)}))
+    figures = levels[0] if len(levels) == 1 else {"sweep": levels}
+    report = {**head, **figures, **report, "machine": machine(engine)}
+    if options.plot:
+        draw(report, options.plot)
+    if not options.as_json:
+        show(report, levels)
+    print(json.dumps(report))
     return 0
+
+
+def profile(
+    engine: Engine, texts: Sequence[Prompt], params: Sequence[SamplingParams], concurrency: int
+) -> dict[str, Any]:
+    """Run all prompts once more, ``concurrency`` at a time, and take the steps apart."""
+    with Profile(engine) as timed:
+        for begin in range(0, len(texts), concurrency):
+            some = slice(begin, begin + concurrency)
+            measure(engine, engine.drafter, texts[some], params[some])
+    return timed.report()
+
+
+def serve_arguments(config: EngineConfig) -> list[str]:
+    """The options of ``minispec serve`` that give this configuration."""
+    arguments = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != field.default and value is not None:
+            name = f"--{field.name.replace('_', '-')}"
+            arguments += [name] if value is True else [name, str(value)]
+    return arguments
+
+
+def _offline(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> tuple[int, float]:
+    run = measure(engine, engine.drafter, prompts, params)
+    return run.tokens, run.seconds
 
 
 def compare(
@@ -213,7 +300,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         "tokens_per_s": round(sum(p.drafted.tokens for p in pairs) / sum(p.drafted.seconds for p in pairs), 2),
         "baseline_tokens_per_s": round(sum(p.plain.tokens for p in pairs) / sum(p.plain.seconds for p in pairs), 2),
-        "speedup": round(statistics.median(ratios), 4),
+        **spread("speedup", ratios),
         "speedup_min": round(min(ratios), 4),
         "speedup_max": round(max(ratios), 4),
         "acceptance_length": round(sum(s.emitted for s in stats) / steps, 4) if steps else None,
@@ -242,12 +329,29 @@ def machine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The report for people: one row per category."""
+def show(report: dict[str, Any], levels: Sequence[dict[str, Any]]) -> None:
+    """The report for people."""
+    console = Console()
+    for level in levels:
+        console.print(table(f"{report['target']} with {report['draft']}, concurrency {level['concurrency']}", level))
+    if "profile" in report:
+        parts = Table(title=f"a step of {report['profile']['step_ms']:g} ms")
+        for heading in ("part", "ms", "share"):
+            parts.add_column(heading, justify="right")
+        for part, ms in report["profile"]["parts_ms"].items():
+            parts.add_row(part, f"{ms:g}", f"{100 * report['profile']['shares'][part]:.1f} %")
+        console.print(parts)
+    for section in ("startup", "context_sweep", "prefill", "http_over_offline", "compare"):
+        if section in report:
+            console.print(f"[bold]{section.replace('_', ' ')}[/bold]", report[section])
+
+
+def table(title: str, level: dict[str, Any]) -> Table:
+    """One row per category."""
     columns = ["tokens_per_s", "baseline_tokens_per_s", "speedup", "acceptance_length", "ttft_ms", "identical"]
-    result = Table(title=f"{report['target']} with {report['draft']}, concurrency {report['concurrency']}")
+    result = Table(title=title)
     for heading in ["", *columns]:
         result.add_column(heading.replace("_", " "), justify="right")
-    for name, figures in [*report["categories"].items(), ("all", report)]:
+    for name, figures in [*level["categories"].items(), ("all", level)]:
         result.add_row(name, *("-" if figures[c] is None else f"{figures[c]:g}" for c in columns))
     return result
