@@ -200,6 +200,7 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         self._min_tokens = min_tokens
         self._text: list[int] = []
+        self._too_complex = ""
 
     def masks(self, tree: DraftTree) -> Tensor:
         vocabulary = self._vocabulary
@@ -207,15 +208,18 @@ class GrammarConstraint:
         size = rows.stride(0) * rows.element_size()
         for node in self._walk(tree):
             self._matcher.unsafe_compute_mask_ptr(rows.data_ptr() + node * size, size)
+            if self._matcher.is_error():  # what was written then says that the text may end
+                rows[node] = 0
+                self._too_complex = self._matcher.get_error()
         may_end = [len(self._text) + depth >= self._min_tokens for depth in tree.depth]
         return vocabulary.masks(rows, torch.tensor(may_end))
 
     def accept(self, token: int) -> bool:
         if token in self._vocabulary.eos_ids:
             self.done = self._matcher.is_accepting()
-            return self.done or self._refuse(token)
+            return self.done or self._refuse()
         if not self._consume(token):
-            return self._refuse(token)
+            return self._refuse()
         self._text.append(token)
         self.done = self._matcher.is_stopped()
         return True
@@ -231,36 +235,36 @@ class GrammarConstraint:
         """The nodes that the grammar allows, each with the matcher standing behind it, parents first."""
         path: list[int] = []
         stack = [0]
-        try:
-            while stack:
-                node = stack.pop()
-                if above := len(path) - tree.depth[node]:
-                    self._matcher.rollback(above)
-                    del path[-above:]
-                if node and tree.tokens[node] in self._vocabulary.eos_ids:
-                    if self._matcher.is_accepting():
-                        yield node  # nothing comes after it
-                    continue
-                if node and not self._consume(tree.tokens[node]):
-                    continue
-                path.append(node)
-                yield node
-                stack += tree.children[node].values()
-        finally:
-            if self._matcher.is_error():  # too complex somewhere in the tree, and it never leaves that state
-                self._matcher = self._start.deep_copy()
-                self._matcher.consume_tokens(self._text)
-            elif len(path) > 1:
-                self._matcher.rollback(len(path) - 1)
+        while stack:
+            node = stack.pop()
+            self._back(tree, path, tree.depth[node])
+            if node and tree.tokens[node] in self._vocabulary.eos_ids:
+                if self._matcher.is_accepting():
+                    yield node  # nothing comes after it
+                continue
+            if node and not self._consume(tree.tokens[node]):
+                continue
+            path.append(node)
+            yield node
+            stack += tree.children[node].values()
+        self._back(tree, path, 1)
+
+    def _back(self, tree: DraftTree, path: list[int], length: int) -> None:
+        """Cut the path that the matcher has gone to its first ``length`` nodes."""
+        above = len(path) - length
+        del path[length:]
+        if self._matcher.is_error():  # something was too complex, and it never leaves that state
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(self._text + [tree.tokens[node] for node in path[1:]])
+        elif above > 0:
+            self._matcher.rollback(above)
 
     def _consume(self, token: int) -> bool:
         return self._vocabulary.is_text(token) and self._matcher.try_consume_tokens([token]) == 1
 
-    def _refuse(self, token: int) -> bool:
-        message = self._matcher.get_error() if self._matcher.is_error() else ""
-        reason = (
-            f"it became too complex to follow ({_short(message)})" if message else "no token of this model can follow"
-        )
+    def _refuse(self) -> bool:
+        message = self._matcher.get_error() if self._matcher.is_error() else self._too_complex
+        reason = f"it became too complex ({_short(message)})" if message else "no token of this model can follow"
         self.error = f"the output cannot go on as its {PARAM} demands: {reason}; simplify the format"
         return False
 
@@ -277,21 +281,25 @@ def _schema(value: Any) -> str:
 
 
 def _compile(vocabulary: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
-    # A step's limits are what one mask may cost: some 15 ms. A lexer state takes one or two kB.
-    limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+    # one mask may cost some 10 ms; a lexer state takes one or two kB
+    limits = LLParserLimits(
+        step_lexer_fuel=100_000, max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False
+    )
     try:
         matcher = LLMatcher(vocabulary, output_format.compile(), log_level=0, limits=limits)
     except ValueError as error:
         raise RequestError(f"the {output_format.kind} cannot be used: {_short(str(error))}", param=PARAM) from error
+    trial = matcher.deep_copy()
     if not matcher.is_error():
-        matcher.deep_copy().compute_bitmask()  # some limits show only here
-    if matcher.is_error():
-        message = f"the {output_format.kind} cannot be used: {_short(matcher.get_error())}"
+        trial.compute_bitmask()  # some limits show only here
+    if trial.is_error():
+        message = f"the {output_format.kind} cannot be used: {_short(trial.get_error())}"
         raise RequestError(message, param=PARAM)
     return matcher
 
 
 def _short(message: str) -> str:
     """The library's message on one line, without the state and traces that it may append."""
-    message = message.split("<state>")[0].split("<backtrace>")[0]
+    for mark in ("<state>", "<backtrace>", "<non-verbose/>"):
+        message = message.split(mark)[0]
     return " ".join(message.split())[:_MESSAGE]
