@@ -6,31 +6,50 @@ drives it (LLM, the chat, the server's worker thread) calls everything from one 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from minispec.batch import Span
-from minispec.budget import AutoBudget, Budget, FixedBudget, Prefill
+from minispec.budget import AutoBudget, Budget, FixedBudget
+from minispec.constraint import Constraint, Grammars
+from minispec.containment import (
+    NO_TOKEN,
+    Done,
+    EngineFailed,
+    Failed,
+    NotFinite,
+    Part,
+    Result,
+    finite_rows,
+    isolate,
+    public_message,
+    without_tokens,
+)
 from minispec.costs import StepCost
 from minispec.drafters.base import Drafter
+from minispec.drafting import Drafting
 from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
 from minispec.model.llama import Taps
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
 from minispec.sampler import Sampler
 from minispec.sampling import Noise
-from minispec.scheduler import Scheduler, Slot, StepPlan
+from minispec.scheduler import Scheduler, Slot
 from minispec.settle import settle
+from minispec.stats import EngineStats
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
 
 if TYPE_CHECKING:
     from minispec.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -41,63 +60,6 @@ class Runner(Protocol):
 
     def forward(self, spans: Sequence[Span], *, taps: Taps | None = None) -> Tensor:
         """Write the rows' KV; return the logits of the sampled rows, float32 [samples, vocab_size]."""
-
-
-@dataclass
-class DrafterCounts:
-    """Counters of one drafter; a node that two drafters proposed counts for both.
-
-    Attributes:
-        steps: verifications of a tree that held nodes of it.
-        drafted, accepted: depth in the tree → its nodes verified, and those that became text.
-    """
-
-    steps: int = 0
-    drafted: dict[int, int] = field(default_factory=dict)
-    accepted: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class EngineStats:
-    """Counters since start; they only grow.
-
-    Attributes:
-        steps: steps that ran a forward.
-        forward_rows: rows computed by the target.
-        prompt_tokens: prompt tokens of requests that produced a first token.
-        generated_tokens: tokens appended.
-        finished: requests by finish reason.
-        preemptions: slots taken back for want of pages.
-        verifications: trees verified.
-        drafted, accepted: draft nodes verified, and those that became text.
-        drafters: the same by drafter and depth.
-    """
-
-    steps: int = 0
-    forward_rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
-    preemptions: int = 0
-    verifications: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
-
-    def count(self, tree: DraftTree, sources: Sequence[Sequence[str]], accepted: Collection[int]) -> None:
-        """Count a verified tree whose nodes ``accepted`` became text."""
-        self.verifications += 1
-        self.drafted += len(tree) - 1
-        self.accepted += len(accepted)
-        for name in {name for own in sources[1:] for name in own}:
-            counts = self.drafters.setdefault(name, DrafterCounts())
-            counts.steps += 1
-            for node in range(1, len(tree)):
-                if name in sources[node]:
-                    depth = tree.depth[node]
-                    # drafted first: whoever reads from another thread, accepted first, never sees more of those
-                    counts.drafted[depth] = counts.drafted.get(depth, 0) + 1
-                    counts.accepted[depth] = counts.accepted.get(depth, 0) + (node in accepted)
 
 
 class Engine:
@@ -118,6 +80,11 @@ class Engine:
         name: what the model is called in the API.
         description: settings worth showing (device, dtype, …).
         default_params: the model's own sampling defaults.
+
+    Attributes:
+        stage: what it is at, or was last: one of ``containment.STAGES``, or ``schedule``.
+        on_stage: called with each stage and the requests it is about, before its work is done. What it raises counts as
+            raised by the stage; tests inject faults here.
     """
 
     def __init__(
@@ -141,30 +108,57 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.pool = pool
-        self.drafter = drafter
         self.max_context = max_context
         self.eos_ids = eos_ids
         self.name = name
         self.description = description or {}
         self.default_params = default_params or {}
-        self.budget: Budget = FixedBudget() if step_cost is None else AutoBudget(step_cost)
         self.stats = EngineStats()
+        self.stage = ""
+        self.on_stage: Callable[[str, Sequence[Request]], None] | None = None
         self.scheduler = Scheduler(
             pool,
             page_size=runner.kv.page_size,
             max_slots=max_slots,
             max_step_tokens=max_step_tokens,
             max_tree_tokens=tree_budget,
+            copy=runner.kv.copy if runner.kv.in_place else None,
         )
         self._clock = clock
+        budget = FixedBudget() if step_cost is None else AutoBudget(step_cost)
+        self._drafting = Drafting(drafter, budget, self.stats, clock, self._at)
         self._sampler = Sampler(noise)
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, runner.vocab_size, eos_ids) if tokenizer is not None else None
         self._ids = itertools.count()
 
     @property
     def tokenizer(self) -> Tokenizer:
         assert self._tokenizer is not None, "this engine was made without a tokenizer"
         return self._tokenizer
+
+    @property
+    def drafter(self) -> Drafter:
+        """What proposes trees; may be exchanged while no request runs."""
+        return self._drafting.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafting.drafter = drafter
+
+    @property
+    def budget(self) -> Budget:
+        """What decides how much is drafted; may be exchanged while no request runs."""
+        return self._drafting.budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._drafting.budget = budget
+
+    @property
+    def drafting_off(self) -> bool:
+        """The drafter failed so often that it was switched off."""
+        return self._drafting.off
 
     @property
     def step_cost(self) -> StepCost | None:
@@ -188,7 +182,8 @@ class Engine:
         ``max_tokens`` is a cap: where the context has less room, the room ends the request.
 
         Raises:
-            RequestError: the prompt is empty, holds ids outside the vocabulary, or leaves no room to generate.
+            RequestError: the prompt is empty, holds ids outside the vocabulary, or leaves no room to generate; or the
+                output format cannot be used.
         """
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
@@ -226,6 +221,15 @@ class Engine:
             eos_ids=self.eos_ids,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
             owner=owner,
+            constraint=self._constraint(params),
+        )
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.output_format is None:
+            return None
+        assert self._grammars is not None, "without a tokenizer there are no grammars"
+        return self._grammars.constraint(
+            params.output_format, min_tokens=params.min_tokens, ignore_eos=params.ignore_eos
         )
 
     def add(self, request: Request) -> None:
@@ -247,141 +251,195 @@ class Engine:
             self._release(slot)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
-        tail = request.end(reason, error)
-        self.stats.finished[reason.value] += 1
-        return TokenEvent(request, (), tail, reason)
+        return self._finish(request, reason, error)
 
     def step(self) -> list[TokenEvent]:
-        """Draft, forward, verify and commit once for all slots; returns what each request got."""
-        for slot in self.scheduler.admit():
-            self.drafter.begin(slot)
+        """Draft, forward, verify and commit once for all slots; returns what each request got.
+
+        What fails in one request, be it by an exception, by logits that are not finite or by lack of memory, ends that
+        request with FinishReason.ERROR and touches no other.
+
+        Raises:
+            EngineFailed: nothing can be computed any more.
+            Exception: the scheduler failed. Nothing may be asked of the engine after either.
+        """
+        self._at("schedule", ())
+        for slot in self.scheduler.admit(self._drafting.reusable):
+            if not slot.request.preemptions:
+                slot.request.cached_tokens = slot.num_cached
+                self.stats.prefix_query_tokens += len(slot.request.prompt)
+                self.stats.prefix_hit_tokens += slot.num_cached
+            self._drafting.begin(slot)
         plan, max_nodes, preempted = self.scheduler.reserve(self.scheduler.plan())
         for slot in preempted:
-            self._end_draft(slot)
+            self._drafting.end(slot)
         self.stats.preemptions += len(preempted)
         if plan.empty:
             return []
-        trees = self._draft(plan, max_nodes)
-
-        spans = [
-            Span.chunk(
-                slot.request.tokens[slot.num_cached : slot.num_cached + count],
-                slot.pages,
-                slot.num_cached,
-                sample_last=count == slot.num_pending,
-            )
-            for slot, count in plan.chunks
+        parts = [Part(slot, count) for slot, count in plan.chunks]
+        parts += [
+            Part(slot, 1, tree)
+            for slot, tree in zip(plan.decoding, self._drafting.propose(plan, max_nodes), strict=True)
         ]
-        spans += [Span.tree(tree, slot.pages, slot.num_cached) for slot, tree in zip(plan.decoding, trees, strict=True)]
         begin = self._clock()
-        taps = Taps(self.drafter.taps) if self.drafter.taps else None
-        logits = self.runner.forward(spans, taps=taps)
-        if taps is not None:
-            self._observe(plan, spans, taps.features)
-        first = [slot.request for slot, count in plan.chunks if count == slot.num_pending]
-        decoding = [(slot.request, tree) for slot, tree in zip(plan.decoding, trees, strict=True)]
-        samples = self._sampler(logits, first, decoding)
-        places = [(slot.pages, slot.num_cached) for slot in plan.decoding]
-        first_tokens, accepted = settle(self.runner.kv, samples, trees, places)
+        results = isolate(parts, self._attempt, lambda: self.stage)
+        failed = [result for result in results if isinstance(result, Failed)]
         self.stats.steps += 1
-        rows = sum(len(span.tokens) for span in spans)
-        self.stats.forward_rows += rows
-        if not plan.chunks:  # a prompt's rows cost otherwise, as few of them are sampled
+        if not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
+            rows = sum(part.rows for part in parts)
             self.budget.observe(rows, len(plan.decoding), self._clock() - begin)
-        return self._advance(plan, trees, first_tokens, accepted)
+        events = [event for result in results if (event := self._advance(result)) is not None]
+        for event in events:
+            if event.request.finished:
+                slot = next(slot for slot in self.scheduler.running if slot.request is event.request)
+                self._release(slot)
+        if failed and len(failed) == len(results):
+            self._probe(failed[0])
+        return events
 
     def check(self) -> None:
         """Assert the invariants of slots and pages (DraftTree, Span and Acceptance check themselves when made)."""
         self.scheduler.check()
 
-    def _draft(self, plan: StepPlan, max_nodes: Sequence[int]) -> list[DraftTree]:
-        """A tree per decoding slot, cut to the nodes that pay."""
-        slots = plan.decoding
-        prefill = Prefill(rows=sum(count for _, count in plan.chunks), tokens=len(plan.chunks))
-        wanted = [self._wanted(slot, count) for slot, count in zip(slots, max_nodes, strict=True)]
-        limits = self.budget.limits(self.drafter, slots, wanted, prefill)
-        drafting = [(slot, count) for slot, count in zip(slots, limits, strict=True) if count > 1]
-        if not drafting:
-            return [DraftTree.root(slot.request.tokens[-1]) for slot in slots]
-        begin = self._clock()
-        proposed = dict(
-            zip((slot for slot, _ in drafting), self.drafter.propose(*zip(*drafting, strict=True)), strict=True)
+    def _at(self, stage: str, requests: Sequence[Request]) -> None:
+        self.stage = stage
+        if self.on_stage is not None:
+            self.on_stage(stage, requests)
+
+    def _attempt(self, parts: Sequence[Part]) -> list[Result]:
+        """Forward, sample, verify and commit some parts of a step. If it raises, nothing has changed that counts: the
+        slots are where they were, and what was written lies behind their committed text."""
+        requests = [part.slot.request for part in parts]
+        chunks, trees = [part for part in parts if part.tree is None], [part for part in parts if part.tree is not None]
+        if chunks:
+            self._at("prefill", [part.slot.request for part in chunks])
+        if trees:
+            self._at("forward", [part.slot.request for part in trees])
+        spans = [part.span() for part in parts]
+        taps = Taps(self._drafting.taps) if self._drafting.taps else None
+        logits = self.runner.forward(spans, taps=taps)
+        self._at("sample", requests)
+        samples = self._sample(
+            logits,
+            [part.slot.request for part in chunks if part.completes],
+            [(part.slot.request, part.tree) for part in trees if part.tree is not None],
         )
-        deepest = max(max(tree.depth) for tree in proposed.values())
-        self.budget.drafted(self.drafter, len(drafting), deepest, self._clock() - begin)
-        trees = [
-            # a walk of depth d emits d + 1 tokens: deeper nodes than that could never be used
-            proposed[slot].best(count, max_depth=slot.request.remaining - 1)
-            if slot in proposed
-            else DraftTree.root(slot.request.tokens[-1])
-            for slot, count in zip(slots, limits, strict=True)
-        ]
-        return self.budget.cut(self.drafter, slots, trees, plan.tree_budget, prefill)
-
-    def _wanted(self, slot: Slot, count: int) -> int:
-        """Most nodes of a slot's tree, of the ``count`` it has room for, as its request wishes."""
-        if not any(slot.request.may_draft(member.name) for member in self.drafter.members):
-            return 1
-        return min(count, slot.request.params.speculation.max_nodes or count)
-
-    def _observe(self, plan: StepPlan, spans: Sequence[Span], features: Tensor) -> None:
-        """Hand the drafter each slot's rows of the tapped hidden states."""
-        slots = [slot for slot, _ in plan.chunks] + list(plan.decoding)
-        rows = features.split([len(span.tokens) for span in spans])
-        for slot, own in zip(slots, rows, strict=True):
-            self.drafter.observe(slot, own)
-
-    def _advance(
-        self,
-        plan: StepPlan,
-        trees: Sequence[DraftTree],
-        first_tokens: Sequence[int],
-        accepted: Sequence[Acceptance],
-    ) -> list[TokenEvent]:
-        """Append what the step emits; release the slots whose requests ended."""
-        events: list[TokenEvent] = []
+        self._at("commit", requests)
+        first_tokens, accepted = settle(
+            self.runner.kv,
+            samples,
+            [part.tree for part in trees if part.tree is not None],
+            [(part.slot.pages, part.slot.num_cached) for part in trees],
+        )
+        self.stats.forward_rows += sum(part.rows for part in parts)
+        if taps is not None:
+            rows = taps.features.split([part.rows for part in parts])
+            for part, own in zip(parts, rows, strict=True):
+                self._drafting.observe(part.slot, own)
         first = iter(first_tokens)
-        for slot, count in plan.chunks:
-            complete = count == slot.num_pending
-            slot.num_cached += count
-            if complete:
-                events.append(self._append(slot, [next(first)]))
+        results: list[Result] = [
+            Done(part, Acceptance((0,), (next(first),)) if part.completes else None) for part in chunks
+        ]
+        results += [Done(part, acceptance) for part, acceptance in zip(trees, accepted, strict=True)]
+        return [
+            Failed(result.part, "sample", NotFinite("the target's logits are not finite"))
+            if isinstance(result, Done) and result.acceptance is not None and NO_TOKEN in result.acceptance.tokens
+            else result
+            for result in results
+        ]
 
-        for slot, tree, acceptance in zip(plan.decoding, trees, accepted, strict=True):
-            request = slot.request
-            event = self._append(slot, acceptance.tokens)
-            emitted = len(event.tokens)
-            # drafts behind the cut are not part of the text; the bonus token is no draft
-            kept = acceptance.path[1 : emitted + 1]
-            sources = self.drafter.sources(slot, tree)
-            self.stats.count(tree, sources, kept)
-            request.speculation.count(drafted=len(tree) - 1, accepted=len(kept), emitted=emitted)
-            request.record(tree, acceptance, emitted)
-            if not request.finished:
-                self.budget.learn(slot, tree, sources, acceptance)
-                slot.num_cached += emitted
-                self.drafter.accept(slot, tree, acceptance)
-            events.append(event)
-        for event in events:
-            if event.request.finished:
-                self._release(next(slot for slot in self.scheduler.running if slot.request is event.request))
-        return events
+    def _sample(
+        self, logits: Tensor, first: Sequence[Request], decoding: Sequence[tuple[Request, DraftTree]]
+    ) -> Tensor:
+        """The target's tokens, [samples] int64, with NO_TOKEN after rows without finite logits."""
+        everyone = [*first, *(request for request, _ in decoding)]
+        if logits.device.type == "cpu" and all(request.params.greedy for request in everyone):
+            samples = self._sampler(logits, first, decoding)
+            # of a row with NaN or infinities argmax takes one of those, so only the logits taken need a look
+            return without_tokens(samples, logits.gather(-1, samples[:, None])[:, 0].isfinite())
+        finite = finite_rows(logits)
+        if logits.is_cuda or not bool(finite.all()):  # a GPU is not waited for
+            logits = logits.where(finite[:, None], 0.0)
+        return without_tokens(self._sampler(logits, first, decoding), finite)
 
-    def _append(self, slot: Slot, tokens: Sequence[int]) -> TokenEvent:
+    def _advance(self, result: Result) -> TokenEvent | None:
+        """Append what a part emits; None if it emits nothing yet."""
+        slot, tree = result.part.slot, result.part.tree
         request = slot.request
+        if request.finished:  # ended from outside in the middle of the step
+            return None
+        if isinstance(result, Failed):
+            return self._fail(request, result.stage, result.error)
+        if tree is None:
+            slot.num_cached += result.part.count
+            self.scheduler.remember(slot)
+            return self._append(request, result.acceptance.tokens) if result.acceptance is not None else None
+        acceptance = result.acceptance
+        assert acceptance is not None
+        event = self._append(request, acceptance.tokens)
+        emitted = len(event.tokens)
+        # drafts behind the cut are not part of the text; the bonus token is no draft
+        kept = acceptance.path[1 : emitted + 1]
+        sources = self._drafting.sources(slot, tree)
+        self.stats.count(tree, sources, kept, truncated=emitted < len(acceptance.tokens))
+        request.speculation.count(drafted=len(tree) - 1, accepted=len(kept), emitted=emitted)
+        request.record(tree, acceptance, emitted)
+        slot.num_cached += emitted
+        self.scheduler.remember(slot)
+        if not request.finished:
+            self._drafting.accept(slot, tree, acceptance)
+        return event
+
+    def _append(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
         if request.first_token is None:
             request.first_token = time.monotonic()
             self.stats.prompt_tokens += len(request.prompt)
-        appended, text = request.append(tokens)
+        before = request.num_output
+        try:
+            self._at("detokenise", [request])
+            appended, text = request.append(tokens)
+        except Exception as error:
+            self.stats.generated_tokens += request.num_output - before
+            request.finish_reason = None  # nobody has heard of an end yet
+            return self._fail(request, "detokenise", error)
         self.stats.generated_tokens += len(appended)
         if request.finish_reason is not None:
             self.stats.finished[request.finish_reason.value] += 1
         return TokenEvent(request, appended, text, request.finish_reason)
 
-    def _release(self, slot: Slot) -> None:
-        self._end_draft(slot)
-        self.scheduler.release(slot)
+    def _fail(self, request: Request, stage: str, error: Exception) -> TokenEvent:
+        """End a request that cannot be gone on with. Its slot is still to be released."""
+        self.stats.errors[stage] += 1
+        logger.error("request %s ended with an error in %s", request.id, stage, exc_info=error)
+        return self._finish(request, FinishReason.ERROR, public_message(stage, error))
 
-    def _end_draft(self, slot: Slot) -> None:
-        self.drafter.end(slot)
-        self.budget.end(slot)
+    def _finish(self, request: Request, reason: FinishReason, error: str | None) -> TokenEvent:
+        tail = ""
+        with contextlib.suppress(Exception):  # the text held back may be what could not be decoded
+            tail = request.end(reason, error)
+        self.stats.finished[reason.value] += 1
+        return TokenEvent(request, (), tail, reason)
+
+    def _probe(self, failed: Failed) -> None:
+        """Every request of a step has failed: is it the requests, or can nothing be computed any more?
+
+        Raises:
+            EngineFailed: the latter.
+        """
+        self._at("forward", ())
+        if not self.pool.available:
+            return
+        page = self.pool.allocate(1)
+        try:
+            logits = self.runner.forward([Span.chunk([0], page, 0, sample_last=True)])
+            healthy = bool(finite_rows(logits).all())
+        except Exception as error:
+            raise EngineFailed(f"the target computes nothing any more: {type(error).__name__}: {error}") from error
+        finally:
+            self.pool.release(page)
+        if not healthy:
+            raise EngineFailed("the target's logits are not finite any more, whatever the text") from failed.error
+
+    def _release(self, slot: Slot) -> None:
+        self._drafting.end(slot)
+        self.scheduler.release(slot, sound=slot.request.finish_reason is not FinishReason.ERROR)

@@ -13,7 +13,7 @@ from minispec.engine import Engine
 from minispec.errors import ModelError, RequestError
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
 from minispec.worker import EngineWorker, WorkerState
-from scripted import ScriptedDrafter, chain, scripted_engine, table
+from scripted import scripted_engine, table
 
 VOCAB = 32
 TIMEOUT = 20.0  # only ever waited for when something is broken
@@ -80,11 +80,15 @@ class CountingQueue(queue.SimpleQueue):
 class Ready:
     """A worker over a scripted engine, started and loaded."""
 
-    def __init__(self, target: Callable = counting, *, max_waiting: int = 256, drafter=None, **settings) -> None:
+    def __init__(
+        self, target: Callable = counting, *, max_waiting: int = 256, drafter=None, step_timeout=120.0, **settings
+    ) -> None:
         self.engine: Engine = scripted_engine(table(target, VOCAB), VOCAB, drafter, **settings)
         self.states: list[WorkerState] = []
         self.changed = threading.Condition()
-        self.worker = EngineWorker(lambda: self.engine, max_waiting=max_waiting, on_state=self.on_state)
+        self.worker = EngineWorker(
+            lambda: self.engine, max_waiting=max_waiting, on_state=self.on_state, step_timeout=step_timeout
+        )
         self.commands = self.worker._commands = CountingQueue()
         self.worker.start()
         self.wait_for(WorkerState.READY)
@@ -247,7 +251,7 @@ def test_abort_in_every_state():
         assert it.worker.wait_idle(TIMEOUT)
         it.settle()
         it.engine.check()
-        assert it.engine.pool.free == it.engine.pool.total
+        assert it.engine.pool.owned == 0
         assert len(other_events.events) == 4 and other_events.reason is FinishReason.LENGTH
         assert it.submit(8, 3)[1].tokens == after(8, 3)
 
@@ -278,7 +282,7 @@ def test_stop_answers_everyone():
     it.worker._thread.join(TIMEOUT)
     assert [listener.reason for listener in listeners] == [FinishReason.ABORT] * 3
     assert it.worker.state is WorkerState.STOPPED and it.worker.num_open == 0 and it.worker.wait_idle(0)
-    assert it.engine.pool.free == it.engine.pool.total
+    assert it.engine.pool.owned == 0
     refused(it.worker, "stopped", it.engine)
 
 
@@ -311,22 +315,16 @@ def test_nobody_is_left_behind_by_a_stop():
         assert it.worker.num_open == 0
 
 
-@pytest.mark.parametrize("where", ["target", "drafter"])
-def test_a_fault_in_a_step_is_everybodys_answer(where, caplog):
+def test_a_fatal_fault_is_everybodys_answer(caplog):
     gate = Gate()
     broken = threading.Event()
 
     def target(prefix):
-        if where == "target" and broken.is_set():
+        if broken.is_set():
             raise ValueError("boom")
         return gate(prefix)
 
-    def draft(text):
-        if where == "drafter" and broken.is_set():
-            raise ValueError("boom")
-        return chain([counting(text)])
-
-    it = Ready(target, drafter=ScriptedDrafter(draft), max_slots=2)
+    it = Ready(target, max_slots=2)
     gate.close()
     submitted = [it.submit(i, 50) for i in range(4)]
     assert gate.reached.wait(TIMEOUT)
@@ -334,28 +332,68 @@ def test_a_fault_in_a_step_is_everybodys_answer(where, caplog):
     gate.open.set()
     for request, listener in submitted:
         assert listener.reason is FinishReason.ERROR is request.finish_reason
-        assert request.error == it.worker.error == "the engine failed: ValueError: boom"
+        assert request.error
     it.wait_for(WorkerState.FAILED)
     assert it.worker.state is WorkerState.FAILED and it.worker.num_open == 0 and it.worker.wait_idle(0)
+    assert it.worker.error.startswith("the engine failed: EngineFailed: ") and "boom" in it.worker.error
+    assert it.engine.stats.finished["error"] == 4
     assert "boom" in caplog.text
     refused(it.worker, "failed", it.engine)
     it.worker.stop(TIMEOUT)
     assert it.worker.state is WorkerState.FAILED and not it.worker._thread.is_alive()
 
 
-def test_a_listener_that_fails_harms_nobody(caplog):
+def test_a_fault_of_the_scheduler_is_fatal():
+    it = Ready(max_slots=1)
+
+    def broken() -> None:
+        raise AssertionError("pages are lost")
+
+    it.engine.scheduler.plan = broken
+    submitted = [it.submit(i, 50) for i in range(3)]
+    for request, listener in submitted:
+        assert listener.reason is FinishReason.ERROR is request.finish_reason
+        assert request.error == it.worker.error == "the engine failed: AssertionError: pages are lost"
+    assert it.engine.stats.finished["error"] == 3 and it.engine.pool.owned == 0 and not it.engine.has_work
+    it.worker.stop(TIMEOUT)
+
+
+def test_a_listener_that_fails_ends_its_request_only(caplog):
     with ready() as it:
+        heard = []
 
         def broken(event: TokenEvent) -> None:
+            heard.append(event.finish_reason)
             raise RuntimeError("client went away")
 
         request = it.request(3, 10)
         it.worker.submit(request, broken)
         assert it.submit(7, 10)[1].tokens == after(7, 10)
         assert it.worker.wait_idle(TIMEOUT)
-        assert request.output == after(3, 10)
+        assert heard == [None, FinishReason.ERROR] and request.output == after(3, 1)
+        assert it.engine.stats.errors["listener"] == 2 and it.engine.pool.owned == 0
         assert it.worker.state is WorkerState.READY
-    assert f"the listener of request {request.id} failed" in caplog.text
+    assert "the listener of a request failed" in caplog.text
+    assert any(getattr(record, "request_id", None) == request.id for record in caplog.records)
+
+
+def test_a_step_that_does_not_return(caplog):
+    """Failure case i17: it is noticed, with the stack of the thread, and forgiven when it returns."""
+    gate = Gate()
+    with ready(gate, step_timeout=0.3) as it:
+        gate.close()
+        _, listener = it.submit(3, 4)
+        watchdog = it.worker.watchdog
+        deadline = threading.Event()
+        while not (watchdog.stalled and watchdog.stalls):
+            assert not deadline.wait(0.01)
+        assert it.worker.state is WorkerState.READY
+        gate.open.set()
+        assert listener.tokens == after(3, 4)
+        assert not watchdog.stalled and watchdog.stalls == 1
+    stuck = next(record.getMessage() for record in caplog.records if "has not returned" in record.getMessage())
+    assert "it is in prefill, at" in stuck and "assert self.open.wait(TIMEOUT)" in stuck
+    assert "has returned after" in caplog.text
 
 
 def test_an_idle_worker_runs_nothing():
@@ -405,5 +443,5 @@ def test_many_threads_submit_and_abort_at_once():
             assert listener.tokens == request.output == after(request.prompt[0], request.num_output)
             assert aborted or request.num_output == request.params.max_tokens
         it.settle()
-        assert it.engine.pool.free == it.engine.pool.total
+        assert it.engine.pool.owned == 0
         assert sum(it.engine.stats.finished.values()) == 80

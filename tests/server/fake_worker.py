@@ -45,7 +45,8 @@ class Script:
         drafts: tokens of the true answer that the drafter proposes per step.
         delay: seconds per step.
         gate: steps wait for it.
-        fail_at: the step (from 1) that raises.
+        fail_at: the forward (from 1) that raises, once.
+        fail_from: the forward from which on all raise.
     """
 
     reply: Callable[[str], str | None] = lambda prompt: "Hello, world!"
@@ -53,6 +54,7 @@ class Script:
     delay: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
     fail_at: int | None = None
+    fail_from: float = float("inf")
     steps: int = 0
     answers: dict[Prefix, list[int] | None] = field(default_factory=dict)
 
@@ -61,7 +63,9 @@ class Script:
 
     def next_tokens(self, prefix: Prefix, count: int) -> list[int]:
         """The tokens that follow ``prefix``, which begins with a known prompt."""
-        prompt = max((p for p in self.answers if prefix[: len(p)] == p), key=len)
+        prompt = max((p for p in self.answers if prefix[: len(p)] == p), key=len, default=prefix)
+        if prompt not in self.answers:  # no request: the engine asks whether anything can be computed
+            return [EOS] * count
         answer, done = self.answers[prompt], len(prefix) - len(prompt)
         if answer is None:
             return [ord(".")] * count
@@ -71,7 +75,7 @@ class Script:
         assert self.gate.wait(20), "nobody opened the gate"
         self.steps += 1
         time.sleep(self.delay)
-        if self.steps == self.fail_at:
+        if self.steps == self.fail_at or self.steps >= self.fail_from:
             raise RuntimeError("scripted failure")
 
 

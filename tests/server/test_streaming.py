@@ -140,20 +140,42 @@ def test_keep_alive_comments(serve):
     assert joined(chunks) == "Hello, world!" and done == "[DONE]"
 
 
-def test_engine_error_in_a_stream(serve):
-    server = serve(Script(reply=lambda prompt: None, fail_at=4))
+def test_a_fault_in_a_stream(serve):
+    """Failure cases c4, i5: one error event, a closed connection, and a server that goes on."""
+    server = serve(Script(reply=lambda prompt: "yes" if "alive" in prompt else None, fail_at=4))
     started = time.monotonic()
     response = server.chat(stream=True)
     assert time.monotonic() - started < 2
     *chunks, error = events_of(response.text)
     assert response.status_code == 200 and len(chunks) == 3
     assert set(error) == {"error"} and error["error"]["code"] == "engine_error"
+    assert "scripted failure" not in response.text
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.assert_alive()
+
+
+def test_a_fatal_fault(serve):
+    """Everyone is answered, and the server says that it is out of order."""
+    server = serve(Script(reply=lambda prompt: None, fail_from=4), max_slots=1)
+    answers = {}
+
+    def ask(prompt):
+        answers[prompt] = server.complete(prompt, stream=prompt == "streamed")
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("streamed", "waiting")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
     health = httpx.get(f"{server.url}/health")
     assert health.status_code == 503 and health.json()["status"] == "failed"
     assert server.chat().status_code == 503
+    assert events_of(answers["streamed"].text)[-1]["error"]["code"] == "engine_error"
+    assert answers["waiting"].status_code in (500, 503)
+    assert server.engine.stats.finished["error"] == 2
 
 
-def test_engine_error_without_a_stream(serve):
+def test_a_fault_without_a_stream(serve):
     response = serve(Script(reply=lambda prompt: None, fail_at=3)).chat()
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
 
@@ -178,7 +200,7 @@ def test_openai_client(serve):
         assert refused.value.param == "temperature"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("nope")
-        server.script.fail_at = server.script.steps + 3
+        server.script.fail_from = server.script.steps + 3
         with pytest.raises(openai.APIError):
             list(client.chat.completions.create(model=MODEL, messages=messages, stream=True))
 
