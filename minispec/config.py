@@ -31,6 +31,7 @@ class EngineConfig:
             ``DEFAULT_MAX_CONTEXT``.
         kv_memory: GiB for the KV cache; None is what max_slots full contexts need, as far as memory goes.
         page_size: KV positions per page.
+        prefix_cache: remember the KV of earlier texts, and do not compute again what a prompt has in common with one.
         tree_budget: ``auto``, or the number of nodes, roots included, that a step may verify over all slots.
         max_step_tokens: rows a step may hold, prefill chunks and trees together; None fits the device.
     """
@@ -45,6 +46,7 @@ class EngineConfig:
     max_context: int | None = None
     kv_memory: float | None = None
     page_size: int = 32
+    prefix_cache: bool = True
     tree_budget: int | str = "auto"
     max_step_tokens: int | None = None
 
@@ -60,6 +62,8 @@ class EngineConfig:
         if self.kv_memory is not None and not self.kv_memory > 0:
             raise ConfigError(f"kv_memory must be more than 0 GiB, {self.kv_memory} given")
         _require_int("page_size", self.page_size, 1, 4096)
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if self.tree_budget != "auto":
             if isinstance(self.tree_budget, str):
                 raise ConfigError(f"tree_budget must be `auto` or a whole number, not {self.tree_budget!r}")

@@ -281,8 +281,9 @@ class Engine:
             Part(slot, 1, tree)
             for slot, tree in zip(plan.decoding, self._drafting.propose(plan, max_nodes), strict=True)
         ]
+        parts = [part for part in parts if not part.slot.request.finished]  # aborted while others were drafted for
         begin = self._clock()
-        results = isolate(parts, self._attempt, lambda: self.stage)
+        results = isolate(parts, self._attempt, lambda: self.stage) if parts else []
         failed = [result for result in results if isinstance(result, Failed)]
         self.stats.steps += 1
         if not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
@@ -335,7 +336,8 @@ class Engine:
         if taps is not None:
             rows = taps.features.split([part.rows for part in parts])
             for part, own in zip(parts, rows, strict=True):
-                self._drafting.observe(part.slot, own)
+                if not part.slot.request.finished:
+                    self._drafting.observe(part.slot, own)
         first = iter(first_tokens)
         results: list[Result] = [
             Done(part, Acceptance((0,), (next(first),)) if part.completes else None) for part in chunks

@@ -6,11 +6,14 @@ physical position: ``page * page_size + offset``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from minispec import kernels
+from minispec.prefix_cache import Node, PrefixCache
 
 
 class OutOfPages(Exception):
@@ -20,57 +23,212 @@ class OutOfPages(Exception):
 class PagePool:
     """Page ids and who holds them; knows nothing of tensors.
 
-    Invariant: each page is either free or owned by exactly one holder, so ``free + owned == total``.
+    A page is free, or owned, by one holder or by several that share it and are counted, or cached: nobody holds it, and
+    its content is remembered until the room is needed. ``free + owned + cached == total``.
+
+    Args:
+        total: how many there are.
+        page_size: tokens per page, to remember their content; None remembers nothing.
+
+    Attributes:
+        prefixes: what is remembered, or None.
+        evictions: cached pages given up for other content, since start.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, page_size: int | None = None) -> None:
         self.total = total
-        self._free = set(range(total))
+        self.prefixes = PrefixCache(page_size) if page_size else None
+        self.evictions = 0
+        self._free = dict.fromkeys(reversed(range(total)))  # the last is taken first
+        self._holders: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def free(self) -> int:
-        """Number of pages that can be allocated now."""
+        """Number of pages without content."""
         return len(self._free)
 
     @property
     def owned(self) -> int:
-        """Number of pages in use."""
-        return self.total - len(self._free)
+        """Number of pages in use; one that is shared counts once."""
+        return len(self._holders)
+
+    @property
+    def cached(self) -> int:
+        """Number of pages that nobody uses and whose content is remembered."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Number of pages that can be allocated now."""
+        return len(self._free) + len(self._cached)
 
     def allocate(self, count: int, near: int = 0) -> list[int]:
-        """Take ``count`` pages: ``near, near + 1, …`` as far as they are free, then any.
+        """Take ``count`` pages: ``near, near + 1, …`` as far as they are free, then any; cached ones last.
 
         Consecutive pages let attention on a CPU read a context in place instead of gathering it.
 
         Raises:
-            OutOfPages: fewer than ``count`` pages are free; none is taken.
+            OutOfPages: fewer than ``count`` pages are available; none is taken.
         """
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.total} free")
+        if count > self.available:
+            raise OutOfPages(
+                f"{count} pages wanted, {len(self._free)} of {self.total} free"
+                + (f" and {len(self._cached)} cached" if self._cached else "")
+            )
         pages = []
         for _ in range(count):
-            page = near if near in self._free else min(self._free)
-            self._free.remove(page)
+            if not self._free:
+                self._evict(next(iter(self._cached)))
+            page = near if near in self._free else next(reversed(self._free))
+            del self._free[page]
+            self._holders[page] = 1
             pages.append(page)
             near = page + 1
         return pages
 
+    def allocate_at(self, pages: range) -> list[int]:
+        """Take these pages, all of them available."""
+        for page in pages:
+            if page in self._cached:
+                self._evict(page)
+            del self._free[page]
+            self._holders[page] = 1
+        return list(pages)
+
+    def place(self, room: int, claimed: Iterable[range] = ()) -> int | None:
+        """The first of ``room`` consecutive available pages outside ``claimed``, or None.
+
+        Of several places, the one whose pages have all been out of use for longest, free ones best of all.
+        """
+        age: list[float] = [math.inf] * self.total
+        for page in self._free:
+            age[page] = -1
+        for i, page in enumerate(self._cached):
+            age[page] = i
+        for pages in claimed:
+            for page in pages:
+                if page < self.total:
+                    age[page] = math.inf
+        # the window's oldest-first maximum, sliding
+        best, at = math.inf, None
+        tops: deque[int] = deque()
+        for page in range(self.total):
+            while tops and age[tops[-1]] <= age[page]:
+                tops.pop()
+            tops.append(page)
+            if tops[0] <= page - room:
+                tops.popleft()
+            if page >= room - 1 and age[tops[0]] < best:
+                best, at = age[tops[0]], page - room + 1
+                if best < 0:
+                    break
+        return at
+
+    def is_free(self, pages: range) -> bool:
+        """Whether all of these are free."""
+        return all(page in self._free for page in pages)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold pages that others hold, or that are cached. No page of a prefix is written again, so all may read it."""
+        for page in pages:
+            if page in self._cached:
+                del self._cached[page]
+            else:
+                assert page in self._holders, "a free page has no content to share"
+            self._holders[page] = self._holders.get(page, 0) + 1
+
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back.
+        """Give pages back. Those that nobody holds any more are cached if they are remembered, or else free.
 
         Raises:
-            ValueError: a page is free already or not of this pool; nothing is released.
+            ValueError: a page is not held or not of this pool; nothing is released.
         """
-        if len(set(pages)) != len(pages) or any(p in self._free or not 0 <= p < self.total for p in pages):
+        if len(set(pages)) != len(pages) or any(page not in self._holders for page in pages):
             raise ValueError(f"pages {list(pages)} are not all owned")
-        self._free.update(pages)
+        for page in reversed(pages):  # a text's end is used less than its beginning, and is nothing without it
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                if self.prefixes is not None and page in self.prefixes:
+                    self._cached[page] = None
+                else:
+                    self._free[page] = None
+
+    def match(self, owner: str, tokens: Sequence[int]) -> list[Node]:
+        """The remembered pages that a text begins with; to be shared by whoever uses them."""
+        return [] if self.prefixes is None else self.prefixes.match(owner, tokens)
+
+    def remember(
+        self, chain: list[Node], pages: Sequence[int], owner: str, tokens: Sequence[int], num_cached: int
+    ) -> None:
+        """Note the content of a holder's pages that are full and committed.
+
+        Args:
+            chain: what is noted of the holder's text, one node per page; grows. A node's page need not be the holder's:
+                of equal pages only one is remembered.
+            pages: of the holder, in logical order.
+            tokens: its text, one token per position.
+            num_cached: committed positions.
+        """
+        if self.prefixes is None or num_cached // self.prefixes.page_size <= len(chain):
+            return
+        size = self.prefixes.page_size
+        # what was evicted meanwhile is noted again, with the pages that this holder has
+        del chain[next((i for i, node in enumerate(chain) if not node.alive), len(chain)) :]
+        for i in range(len(chain), num_cached // size):
+            own = tokens[i * size : (i + 1) * size]
+            parent = chain[-1] if chain else None
+            node = self.prefixes.find(parent, owner, own)
+            if node is None:
+                if (stale := self.prefixes.under_key(parent, owner, own)) is not None:
+                    self._forget(stale)
+                node = self.prefixes.add(parent, owner, own, pages[i])
+            chain.append(node)
+
+    def move(self, chain: Sequence[Node], pages: Sequence[int]) -> None:
+        """The nodes' content is copied to ``pages``: those whose pages nobody holds are remembered there instead."""
+        for node, page in zip(chain, pages, strict=True):
+            if node.alive and node.page in self._cached:
+                assert self.prefixes is not None
+                del self._cached[node.page]
+                self._free[node.page] = None
+                self.prefixes.move(node, page)
+
+    def forget(self, chain: Sequence[Node]) -> None:
+        """Remember these pages no longer: what they hold is in doubt."""
+        for node in chain:
+            if node.alive:
+                self._forget(node)
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
-        """Assert that ``owned`` (the pages of every holder) and the free pages are the whole pool, each page once."""
-        held = [page for pages in owned for page in pages]
-        assert len(held) == len(set(held)), "a page has two owners"
-        assert self._free.isdisjoint(held), "an owned page is free"
-        assert len(held) + len(self._free) == self.total, f"{self.total - len(held) - len(self._free)} pages leaked"
+        """Assert that ``owned`` (the pages of every holder), the free and the cached ones are the whole pool."""
+        held = Counter(page for pages in owned for page in pages)
+        assert all(len(set(pages)) == len(pages) for pages in owned), "a holder has a page twice"
+        assert self._free.keys().isdisjoint(held), "an owned page is free"
+        assert self._cached.keys().isdisjoint(held), "an owned page is up for eviction"
+        assert self._free.keys().isdisjoint(self._cached)
+        lost = self.total - len(held) - len(self._free) - len(self._cached)
+        assert lost == 0, f"{lost} pages leaked"
+        assert held == self._holders, "a page has more owners than are counted"
+        if self.prefixes is not None:
+            self.prefixes.check()
+            assert all(page in self.prefixes for page in self._cached)
+            assert not any(page in self.prefixes for page in self._free)
+        else:
+            assert not self._cached
+
+    def _evict(self, page: int) -> None:
+        assert self.prefixes is not None
+        self._forget(self.prefixes.on(page))
+        self.evictions += 1
+
+    def _forget(self, node: Node) -> None:
+        assert self.prefixes is not None
+        self.prefixes.forget(node)
+        if node.page in self._cached:
+            del self._cached[node.page]
+            self._free[node.page] = None
 
 
 class KVCache:
@@ -98,6 +256,11 @@ class KVCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether contexts are read where they lie if their pages are consecutive, and gathered if not: on a CPU."""
+        return self.k.device.type == "cpu"
+
     def pages_for(self, positions: int) -> int:
         """Pages that hold ``positions`` positions."""
         return -(-positions // self.page_size)
@@ -105,6 +268,12 @@ class KVCache:
     def kv_index(self, pages: Sequence[int], position: int) -> int:
         """Physical index of logical ``position`` in the row of ``pages``."""
         return pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy the content of whole pages; no page is both read and written."""
+        for cache in (self.k, self.v):
+            paged = cache.unflatten(2, (-1, self.page_size))
+            paged[:, :, list(target)] = paged[:, :, list(source)]
 
     def commit(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> None:
         """Move the accepted nodes' KV to the front of the tree region; what lies behind it is then dead.

@@ -34,8 +34,8 @@ class RequestOutput:
         text: generated text, without the stop string.
         token_ids: generated ids, with the token that ended the request.
         finish_reason: ``stop`` or ``length``.
-        usage: prompt_tokens, completion_tokens, total_tokens and speculation {steps, drafted, accepted,
-            acceptance_length}.
+        usage: prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details {cached_tokens} and speculation
+            {steps, drafted, accepted, acceptance_length}.
     """
 
     text: str
@@ -55,6 +55,7 @@ def usage(request: Request) -> dict[str, Any]:
         "prompt_tokens": len(request.prompt),
         "completion_tokens": request.num_output,
         "total_tokens": len(request.tokens),
+        "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
         "speculation": request.speculation.as_dict(),
     }
 

@@ -38,7 +38,7 @@ MIB, GIB = 1 << 20, 1 << 30
 _TREE_TOKENS = {"cpu": 32, "cuda": 256}  # most nodes per step under `--tree-budget auto`
 _STEP_TOKENS = {"cpu": 256, "cuda": 2048}
 _MEASURE_SECONDS = 1.5  # after which no new round of measuring a step begins
-_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p")
+_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def preflight(config: EngineConfig) -> None:
@@ -78,7 +78,7 @@ def load_engine(config: EngineConfig) -> Engine:
     pages = _pages(config, kv_bytes, max_context, device)
     runner = runner_for(target, pages=pages, page_size=config.page_size, max_context=max_context)
     noise = Noise(runner.vocab_size, device)
-    drafter = draft.make(runner, noise, pages)
+    drafter = draft.make(runner, noise, pages, config.prefix_cache)
     runner.prepare(config.max_slots, taps=drafter.taps)
     for member in drafter.members:
         member.prepare(config.max_slots)
@@ -88,7 +88,7 @@ def load_engine(config: EngineConfig) -> Engine:
     max_step_tokens = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_slots)
     engine = Engine(
         runner,
-        PagePool(pages),
+        PagePool(pages, config.page_size if config.prefix_cache else None),
         drafter,
         noise,
         tokenizer=tokenizer,

@@ -116,6 +116,14 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             help="Memory of the KV cache.  [default: what full slots need, as far as memory goes]",
         ),
         click.option(
+            "--prefix-cache",
+            type=click.BOOL,
+            default=True,
+            metavar="on|off",
+            help="Keep the KV of earlier texts while there is room, and read only what is new of a prompt that begins "
+            "as one of them.  [default: on]",
+        ),
+        click.option(
             "--tree-budget",
             type=NumberOrAuto(),
             metavar="auto|N",

@@ -326,6 +326,7 @@ class Request:
         finish_reason: None while running.
         error: what went wrong, for FinishReason.ERROR.
         preemptions: how often it had to give its pages back and start over.
+        cached_tokens: prompt tokens that were not computed for it, as the prefix cache had them.
         trace: its verifications in order, if the parameters ask for them; at most ``MAX_TRACE_NODES`` nodes.
     """
 
@@ -347,6 +348,7 @@ class Request:
     error: str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     preemptions: int = 0
+    cached_tokens: int = 0
     trace: list[TraceStep] = field(default_factory=list)
     created: float = field(default_factory=time.monotonic)
     first_token: float | None = None

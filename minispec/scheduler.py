@@ -1,17 +1,23 @@
 """Continuous batching over a fixed number of slots (Orca: Yu et al., OSDI 2022), with chunked prefill.
 
-Decides who runs, how many rows each gets in a step, and whose pages pay when the pool runs dry. Knows pages and counts,
-not tensors.
+Decides who runs, how many rows each gets in a step, and whose pages pay when the pool runs dry: pages that past trees
+left over first, then pages that are only remembered, then those of the youngest request. Knows pages and counts, not
+tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minispec.kv_cache import PagePool
+from minispec.prefix_cache import Node
 from minispec.request import Request
 from minispec.tree import MAX_NODES
+
+_GROWTH = 1024
+"""Tokens that a text gets room for behind it where contexts lie in consecutive pages; past them it may have to move."""
 
 
 @dataclass(eq=False)
@@ -23,13 +29,16 @@ class Slot:
     Attributes:
         index: which seat, ``0 <= index < max_slots``.
         num_cached: length of the committed prefix in the KV cache.
-        pages: its pages in logical order; they cover at least ``num_cached`` positions.
+        pages: its pages in logical order; they cover at least ``num_cached`` positions. Full ones behind ``num_cached``
+            may be shared with other slots.
+        chain: what is remembered of its text, a node per page (``PagePool.remember``).
     """
 
     index: int
     request: Request
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
+    chain: list[Node] = field(default_factory=list)
 
     @property
     def num_pending(self) -> int:
@@ -61,8 +70,19 @@ class StepPlan:
         return not self.chunks and not self.decoding
 
 
+def _all_of_it(request: Request, positions: int) -> int:
+    return positions
+
+
 class Scheduler:
     """Slots, waiting queue and page accounting.
+
+    Args:
+        pool: pages of the target's cache.
+        page_size: positions per page.
+        max_slots, max_step_tokens, max_tree_tokens: as the engine's.
+        copy: copies the content of pages, where contexts should lie in consecutive ones (a CPU reads those in place);
+            None leaves them wherever there is room.
 
     Attributes:
         waiting: requests without a slot, first come first served; a preempted one waits at the front.
@@ -70,7 +90,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, *, page_size: int, max_slots: int, max_step_tokens: int, max_tree_tokens: int
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        max_slots: int,
+        max_step_tokens: int,
+        max_tree_tokens: int,
+        copy: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -79,25 +106,25 @@ class Scheduler:
         self.max_tree_tokens = max_tree_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Slot] = []
+        self._copy = copy
         self._hold = False
 
-    def admit(self) -> list[Slot]:
+    def admit(self, usable: Callable[[Request, int], int] = _all_of_it) -> list[Slot]:
         """Give waiting requests free slots, with pages for all their tokens, in order of arrival.
 
+        What the prefix cache has of a text is not computed again, but for its last token, whose row gives the next.
         After a preemption nobody is admitted until a running request ends: its pages would be taken away again.
+
+        Args:
+            usable: from a request and the length of its text's prefix that is cached, how much of it to use.
         """
         admitted = []
         self._hold &= bool(self.running)
         while self.waiting and len(self.running) < self.max_slots and not self._hold:
-            request = self.waiting[0]
-            count = self._pages_for(len(request.tokens))
-            if count > self.pool.free:
+            slot = self._seat(self.waiting[0], usable)
+            if slot is None:
                 break
             self.waiting.popleft()
-            index = min(set(range(self.max_slots)) - {slot.index for slot in self.running})
-            slot = Slot(index, request)
-            # a stretch of the pool per seat keeps contexts in consecutive pages
-            slot.pages = self.pool.allocate(count, near=index * (self.pool.total // self.max_slots))
             self.running.append(slot)
             admitted.append(slot)
         return admitted
@@ -147,13 +174,23 @@ class Scheduler:
             wanted = share if slot.request.remaining > 1 else 1
             if not self._extend(slot, slot.num_cached + wanted):
                 spare = len(slot.pages) * self.page_size - slot.num_cached
-                wanted = min(wanted, spare + self.pool.free * self.page_size)
+                wanted = min(wanted, spare + self.pool.available * self.page_size)
                 self._extend(slot, slot.num_cached + wanted)
             nodes.append(wanted)
         return StepPlan(chunks, decoding, plan.tree_budget), nodes, preempted
 
-    def release(self, slot: Slot) -> None:
-        """Free a slot and its pages; its request has ended."""
+    def remember(self, slot: Slot) -> None:
+        """Note the pages that the slot's committed text has filled, for texts that begin as it does."""
+        self.pool.remember(slot.chain, slot.pages, slot.request.owner, slot.request.tokens, slot.num_cached)
+
+    def release(self, slot: Slot, *, sound: bool = True) -> None:
+        """Free a slot and its pages; its request has ended.
+
+        Args:
+            sound: False if its KV may be wrong: nothing of it is remembered then.
+        """
+        if not sound:
+            self.pool.forget(slot.chain)
         self._vacate(slot)
         self._hold = False
 
@@ -164,6 +201,7 @@ class Scheduler:
         for slot in self.running:
             assert 0 <= slot.num_cached < len(slot.request.tokens)
             assert slot.num_cached <= len(slot.pages) * self.page_size
+            assert len(slot.chain) * self.page_size <= slot.num_cached
             assert not slot.request.finished
 
     def _preempt(self, slot: Slot) -> None:
@@ -177,27 +215,73 @@ class Scheduler:
         self.pool.release(slot.pages)
         slot.pages = []
 
+    def _seat(self, request: Request, usable: Callable[[Request, int], int]) -> Slot | None:
+        """A slot with pages for all of the request's tokens; None, and nothing changes, if there are too few."""
+        chain = self.pool.match(request.owner, request.tokens[:-1])
+        del chain[usable(request, len(chain) * self.page_size) // self.page_size :]
+        index = min(set(range(self.max_slots)) - {slot.index for slot in self.running})
+        slot = Slot(index, request, len(chain) * self.page_size, [node.page for node in chain], chain)
+        self.pool.share(slot.pages)
+        while not self._extend(slot, len(request.tokens)):
+            if not self._reclaim():
+                self.pool.release(slot.pages)
+                return None
+        return slot
+
     def _extend(self, slot: Slot, positions: int) -> bool:
         """Grow the slot's pages to cover ``positions``; False, and nothing changes, if too few are free."""
-        missing = self._pages_for(positions) - len(slot.pages)
+        count = self._pages_for(positions)
+        missing = count - len(slot.pages)
         if missing <= 0:
             return True
-        if missing > self.pool.free:
+        if missing > self.pool.available:
             return False
         near = slot.pages[-1] + 1 if slot.pages else 0
-        slot.pages += self.pool.allocate(missing, near)
+        follow = range(near, near + missing)
+        follows = slot.pages and _consecutive(slot.pages) and self.pool.is_free(follow)
+        if self._copy is None or follows or not self._move(slot, count):
+            slot.pages += self.pool.allocate(missing, near)
         return True
+
+    def _move(self, slot: Slot, count: int) -> bool:
+        """Put a slot's text into ``count`` consecutive pages, with room to grow if there is a place; False if not."""
+        assert self._copy is not None
+        claimed = [self._growth(other) for other in self.running if other is not slot]
+        longest = len(slot.request.tokens) + min(slot.request.remaining, _GROWTH)
+        for room in (self._pages_for(longest), count):
+            first = self.pool.place(max(room, count), claimed)
+            if first is not None:
+                break
+        else:
+            return False
+        pages = self.pool.allocate_at(range(first, first + count))
+        held, used = slot.pages, self._pages_for(slot.num_cached)
+        if used:
+            self._copy(held[:used], pages[:used])
+        slot.pages = pages
+        self.pool.release(held)
+        self.pool.move(slot.chain, pages[: len(slot.chain)])
+        return True
+
+    def _growth(self, slot: Slot) -> range:
+        """The pages behind a slot's that its text will want."""
+        longest = len(slot.request.tokens) + min(slot.request.remaining, _GROWTH)
+        return range(slot.pages[-1] + 1, slot.pages[-1] + 1 + self._pages_for(longest) - len(slot.pages))
 
     def _reclaim(self) -> bool:
         """Take back pages that earlier trees needed and the text has not reached; False if there are none."""
-        free = self.pool.free
+        available = self.pool.available
         for slot in self.running:
             needed = self._pages_for(len(slot.request.tokens))
             spare = slot.pages[needed:]
             if spare:
                 del slot.pages[needed:]
                 self.pool.release(spare)
-        return self.pool.free > free
+        return self.pool.available > available
 
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
+
+
+def _consecutive(pages: Sequence[int]) -> bool:
+    return all(page == pages[0] + i for i, page in enumerate(pages))

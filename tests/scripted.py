@@ -124,12 +124,13 @@ def scripted_engine(
     pages: int = 64,
     page_size: int = 4,
     max_context: int = 200,
+    prefix_cache: bool = True,
     **settings,
 ) -> Engine:
     """An engine over a scripted target."""
     return Engine(
         ScriptedRunner(logits, vocab, pages=pages, page_size=page_size),
-        PagePool(pages),
+        PagePool(pages, page_size if prefix_cache else None),
         drafter or NoDrafter(),
         Noise(vocab),
         max_context=max_context,
@@ -154,7 +155,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
         engine.check()
         steps += 1
         assert steps < 10_000, "the engine makes no progress"
-    assert all(pool.free == pool.total for pool in pools(engine))
+    assert all(pool.owned == 0 for pool in pools(engine))
     return requests
 
 

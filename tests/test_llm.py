@@ -33,7 +33,7 @@ def llm(llms):
 
 
 def nothing_is_left(llm: LLM) -> None:
-    assert not llm.engine.has_work and llm.engine.pool.free == llm.engine.pool.total
+    assert not llm.engine.has_work and llm.engine.pool.owned == 0
     llm.engine.check()
 
 
@@ -64,6 +64,7 @@ def test_usage(llms):
             "prompt_tokens": 6,
             "completion_tokens": 21,
             "total_tokens": 27,
+            "prompt_tokens_details": {"cached_tokens": 0},
             "speculation": speculation,
         }
         assert set(speculation) == {"steps", "drafted", "accepted", "acceptance_length"}

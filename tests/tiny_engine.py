@@ -94,6 +94,7 @@ def tiny_engine(
     max_context: int = 400,
     depth: int = 4,
     width: int = 4,
+    prefix_cache: bool = True,
     **settings,
 ) -> Engine:
     """An engine over tiny_model(0), with a drafter by name, or several joined by ``+``.
@@ -104,14 +105,25 @@ def tiny_engine(
     noise = Noise(VOCAB)
     shape = {"depth": depth, "width": width, "children": width}
 
+    def pool() -> PagePool:
+        return PagePool(pages, page_size if prefix_cache else None)
+
     def drafter(name: str) -> Drafter:
         if name in MODELS:
             model = tiny_model(**MODELS[name])
-            return DraftModelDrafter(name, poisoned_runner(model, pages, page_size), PagePool(pages), noise, **shape)
+            return DraftModelDrafter(name, poisoned_runner(model, pages, page_size), pool(), noise, **shape)
         if name == "layers":
             return LayerSkipDrafter(runner, num_layers=2, layers=1, noise=noise, **shape)
         if name in HEADS:
-            head = load_head(name, head_folder(name), tiny_model(0), noise, pages=pages, page_size=page_size)
+            head = load_head(
+                name,
+                head_folder(name),
+                tiny_model(0),
+                noise,
+                pages=pages,
+                page_size=page_size,
+                prefix_cache=prefix_cache,
+            )
             assert head is not None
             return head
         return {
@@ -123,7 +135,7 @@ def tiny_engine(
 
     members = [drafter(name) for name in draft.split("+")]
     whole = members[0] if len(members) == 1 else UnionDrafter(members)
-    return Engine(runner, PagePool(pages), whole, noise, max_context=max_context, **settings)
+    return Engine(runner, pool(), whole, noise, max_context=max_context, **settings)
 
 
 def poisoned_runner(model: Llama, pages: int, page_size: int) -> ModelRunner:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from minispec.request import Request
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
@@ -55,8 +56,13 @@ class Drafter(Protocol):
     def prepare(self, slots: int) -> None:
         """Do ahead what would delay the first proposals for up to ``slots`` slots. Called once, on each member."""
 
+    def reusable(self, request: Request, positions: int) -> int:
+        """How much of the request's first ``positions`` tokens, which the target has cached, it may skip. Less than all
+        for a drafter that needs the target's hidden states and lacks some; they are computed again then."""
+
     def begin(self, slot: Slot) -> None:
-        """A request took the slot; its prompt is known, nothing is generated."""
+        """A request took the slot; the first ``slot.num_cached`` tokens of its text are cached already. After a
+        preemption the text goes on past the prompt."""
 
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
         """One tree per slot, at most ``max_nodes[i]`` nodes (root included) each; node 0 is the slot's last token."""
@@ -94,6 +100,9 @@ class BaseDrafter:
 
     def prepare(self, slots: int) -> None:
         pass
+
+    def reusable(self, request: Request, positions: int) -> int:
+        return positions
 
     def begin(self, slot: Slot) -> None:
         pass

@@ -93,7 +93,7 @@ def check(draft: str, target_folder: Path, max_context: int, tree: str | None = 
             _check_model(name, folder, target_folder, max_context)
 
 
-Make = Callable[[ModelRunner, Noise, int], RankingDrafter]
+Make = Callable[[ModelRunner, Noise, int, bool], RankingDrafter]
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,12 @@ class Draft:
 
     Attributes:
         kv_bytes: what a position of the drafters' own caches takes, over all of them.
-        make: from the target's runner, its noise, and the number of pages that target and drafters get each.
+        make: from the target's runner, its noise, the number of pages that target and drafters get each, and whether
+            these remember prefixes.
     """
 
     kv_bytes: int
-    make: Callable[[ModelRunner, Noise, int], Drafter]
+    make: Callable[[ModelRunner, Noise, int, bool], Drafter]
 
 
 def has_models(draft: str) -> bool:
@@ -131,8 +132,8 @@ def load(
     shape = None if tree is None else TreeShape.from_file(Path(tree))
     members = [_load_member(name, target, target_folder, shape, device or target.device) for name in parse(draft)]
 
-    def make(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
-        drafters = [member.make(runner, noise, pages) for member in members]
+    def make(runner: ModelRunner, noise: Noise, pages: int, prefix_cache: bool) -> Drafter:
+        drafters = [member.make(runner, noise, pages, prefix_cache) for member in members]
         return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0] if drafters else NoDrafter()
 
     return Draft(sum(member.kv_bytes for member in members), make)
@@ -140,9 +141,9 @@ def load(
 
 def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape | None, device: torch.device) -> Draft:
     if name == "ngram":
-        return Draft(0, lambda runner, noise, pages: NgramDrafter())
+        return Draft(0, lambda *_: NgramDrafter())
     if name == "suffix":
-        return Draft(0, lambda runner, noise, pages: SuffixDrafter())
+        return Draft(0, lambda *_: SuffixDrafter())
     if name.startswith(LAYERS):
         kv_bytes, make = _layer_skip(name, target)
     elif head_kind(folder := _folder(name)) is not None:
@@ -150,8 +151,8 @@ def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape
     else:
         kv_bytes, make = _load_model(name, folder, target, target_folder, device)
 
-    def shaped(runner: ModelRunner, noise: Noise, pages: int) -> Drafter:
-        drafter = make(runner, noise, pages)
+    def shaped(runner: ModelRunner, noise: Noise, pages: int, prefix_cache: bool) -> Drafter:
+        drafter = make(runner, noise, pages, prefix_cache)
         if shape is not None:
             drafter.follow(shape)
         return drafter
@@ -161,12 +162,13 @@ def _load_member(name: str, target: Llama, target_folder: Path, shape: TreeShape
 
 def _layer_skip(name: str, target: Llama) -> tuple[int, Make]:
     layers, num_layers = _layers(name), target.config.num_layers
-    return 0, lambda runner, noise, pages: LayerSkipDrafter(runner, num_layers, layers, noise)
+    return 0, lambda runner, noise, *_: LayerSkipDrafter(runner, num_layers, layers, noise)
 
 
 def _load_head(name: str, folder: Path, target: Llama) -> tuple[int, Make]:
-    def make(runner: ModelRunner, noise: Noise, pages: int) -> RankingDrafter:
-        drafter = load_head(name, folder, target, noise, pages=pages, page_size=runner.kv.page_size)
+    def make(runner: ModelRunner, noise: Noise, pages: int, prefix_cache: bool) -> RankingDrafter:
+        size = runner.kv.page_size
+        drafter = load_head(name, folder, target, noise, pages=pages, page_size=size, prefix_cache=prefix_cache)
         assert drafter is not None
         return drafter
 
@@ -191,14 +193,15 @@ def _load_model(name: str, folder: Path, target: Llama, target_folder: Path, dev
     size = own.vocab_size if translation else min(target.vocab_size, own.vocab_size)
     model = Llama.load(folder, device=device, dtype=target.dtype, vocab_size=size)
 
-    def make(runner: ModelRunner, noise: Noise, pages: int) -> RankingDrafter:
+    def make(runner: ModelRunner, noise: Noise, pages: int, prefix_cache: bool) -> RankingDrafter:
         drafting = runner_for(model, pages=pages, page_size=runner.kv.page_size, max_context=runner.max_context)
         if device != target.device:
             # the noise is a function of its keys, so that there may be two sources of it
             noise = Noise(noise.vocab_size, device)
+        pool = PagePool(pages, runner.kv.page_size if prefix_cache else None)
         if translation is not None:
-            return TranslatingDrafter(name, drafting, PagePool(pages), noise, translation)
-        return DraftModelDrafter(name, drafting, PagePool(pages), noise)
+            return TranslatingDrafter(name, drafting, pool, noise, translation)
+        return DraftModelDrafter(name, drafting, pool, noise)
 
     # pages are counted against the target's memory
     own_bytes = kv_bytes_per_position(model.config, model.dtype) if device == target.device else 0

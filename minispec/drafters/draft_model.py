@@ -68,6 +68,11 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
     def prepare(self, slots: int) -> None:
         self._runner.prepare(slots)
 
+    def begin(self, slot: Slot) -> None:
+        super().begin(slot)
+        text = self._text(slot)
+        self._share(self._states[slot], slot.request.owner, text, len(text) - 1)  # the root's row begins the tree
+
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Keep the KV of accepted nodes that were run; the rest of the path is read again with the next proposal."""
         state = self._states[slot]
@@ -80,6 +85,7 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
         self._kv.commit([(state.pages, state.num_cached, path)])
         state.num_cached += len(path)
         state.run.clear()
+        self._remember(slot)
 
     def _new_state(self) -> DraftState:
         return DraftState()
@@ -104,7 +110,15 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
             # ids that only the target knows (a longer vocabulary) are read as some other token: worse drafts, no harm
             known = [token if token < self._runner.vocab_size else 0 for token in pending]
             spans.append(Span.chunk(known, state.pages, state.num_cached, sample_last=complete))
-        return self._runner.forward(spans)
+        logits = self._runner.forward(spans)
+        for slot, count, _ in reads:
+            self._states[slot].num_cached += count
+            self._remember(slot)
+        return logits
+
+    def _remember(self, slot: Slot) -> None:
+        state = self._states[slot]
+        self._pool.remember(state.chain, state.pages, slot.request.owner, self._text(slot), state.num_cached)
 
     def _run(self, growths: Sequence[Growth]) -> Tensor:
         spans = []

@@ -19,29 +19,33 @@ from minispec.batch import Span, StepBatch
 from minispec.drafters.eagle_head import EagleHead
 from minispec.drafters.grow import CacheState, GrowingDrafter, Growth
 from minispec.kv_cache import KVCache, PagePool
+from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
 
+_AGAIN = 64
+"""Positions that the target computes again at most, for the sake of the head, of a prefix that it has cached."""
 _RAW_ROWS = 64
 """Rows of tapped hidden states kept as they came: several times wider than fused ones, but fused better together."""
 
 
 @dataclass
 class _State(CacheState):
-    """The head's view of one slot. Once the text has grown, first + num_cached + fused rows + raw rows equals the
+    """The head's view of one slot. Once the text has grown, gap + num_cached + fused rows + raw rows equals the
     slot's num_cached.
 
     Attributes:
-        first: position of the first cached row. Not 0 where the slot began on pages that another request filled: the
-            target's hidden states there are not known, and the head's attention begins behind them.
+        gap: positions left out. Not 0 where the slot began on pages of the target that another request filled, and of
+            which the head remembers less: the target's hidden states there are not known, and the head's attention
+            passes over them.
         fused: ``EagleHead.fuse``'d rows that the cache lacks; [rows, hidden] each.
         raw: rows behind those, as tapped.
         tree: rows of the nodes of the tree under verification, as tapped.
     """
 
-    first: int | None = None
+    gap: int = 0
     fused: list[Tensor] = field(default_factory=list)
     raw: list[Tensor] = field(default_factory=list)
     tree: Tensor | None = None
@@ -55,6 +59,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         head: the head; ``taps`` are its.
         noise: the target's noise source, shared.
         pages, page_size: of the head's cache, one layer per decoder layer of the head.
+        prefix_cache: remember what pages hold.
         depth, width, children, chunk: see ``GrowingDrafter``.
     """
 
@@ -66,6 +71,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         *,
         pages: int,
         page_size: int,
+        prefix_cache: bool = True,
         depth: int = 5,
         width: int = 6,
         children: int = 6,
@@ -84,7 +90,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         super().__init__(
             name,
             kv,
-            PagePool(pages),
+            PagePool(pages, page_size if prefix_cache else None),
             noise,
             depth=depth,
             width=width,
@@ -98,10 +104,23 @@ class EagleDrafter(GrowingDrafter[_State]):
         # [rows, hidden]: g of the rows sampled in the last forward
         self._hidden = torch.empty(0, shape.hidden_size, dtype=head.dtype, device=head.device)
 
+    def reusable(self, request: Request, positions: int) -> int:
+        """What the head remembers too, if that is nearly all: a few positions of the target are computed again rather
+        than left out."""
+        if not request.may_draft(self.name):
+            return positions
+        own = len(self._pool.match(request.owner, request.tokens[1 : positions + 1])) * self._kv.page_size
+        return own if positions - own <= _AGAIN else positions
+
+    def begin(self, slot: Slot) -> None:
+        super().begin(slot)
+        state = self._states[slot]
+        # a row is computed from the token behind its position
+        self._share(state, slot.request.owner, slot.request.tokens[1:], slot.num_cached)
+        state.gap = slot.num_cached - state.num_cached
+
     def observe(self, slot: Slot, features: Tensor) -> None:
         state = self._states[slot]
-        if state.first is None:
-            state.first = slot.num_cached
         if slot.decoding:
             state.tree = features
         else:
@@ -143,11 +162,17 @@ class EagleDrafter(GrowingDrafter[_State]):
             pending = torch.cat(state.fused)
             hidden.append(pending[:count])
             state.fused = [pending[count:]] if count < len(pending) else []
-            start = (state.first or 0) + state.num_cached
+            start = state.gap + state.num_cached
             tokens = slot.request.tokens[start + 1 : start + 1 + count]
             span = Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete)
-            spans.append(_moved(span, state.first or 0))
-        return self._forward(spans, torch.cat(hidden))
+            spans.append(_moved(span, state.gap))
+        logits = self._forward(spans, torch.cat(hidden))
+        for state, (slot, count, _) in zip(states, reads, strict=True):
+            state.num_cached += count
+            if not state.gap:
+                text = slot.request.tokens[1:]
+                self._pool.remember(state.chain, state.pages, slot.request.owner, text, state.num_cached)
+        return logits
 
     @torch.inference_mode()
     def _run(self, growths: Sequence[Growth]) -> Tensor:
@@ -155,7 +180,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         spans = []
         for growth in growths:
             state = self._states[growth.slot]
-            spans.append(growth.span(state.pages, state.num_cached, state.first or 0))
+            spans.append(growth.span(state.pages, state.num_cached, state.gap))
         return self._forward(spans, self._hidden[torch.tensor(rows, device=self._hidden.device)])
 
     def _forward(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:

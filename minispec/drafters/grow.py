@@ -21,6 +21,7 @@ from minispec.batch import Span
 from minispec.drafters.base import BaseDrafter
 from minispec.drafters.fixed_tree import Ranks, TreeShape
 from minispec.kv_cache import KVCache, PagePool
+from minispec.prefix_cache import Node
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
@@ -96,10 +97,12 @@ class CacheState:
     Attributes:
         pages: pages of the drafter's pool.
         num_cached: rows of text in its cache.
+        chain: what is remembered of them (``PagePool.remember``).
     """
 
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
+    chain: list[Node] = field(default_factory=list)
 
 
 State = TypeVar("State", bound=CacheState)
@@ -232,6 +235,13 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             self._add_children(growing, self._run(growing))
         return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
 
+    def _share(self, state: CacheState, owner: str, text: Sequence[int], rows: int) -> None:
+        """Begin with what the drafter's own prefix cache has of a text, up to ``rows`` rows of it."""
+        state.chain = self._pool.match(owner, text[:rows])
+        state.pages = [node.page for node in state.chain]
+        state.num_cached = len(state.pages) * self._kv.page_size
+        self._pool.share(state.pages)
+
     def _new_state(self) -> State:
         raise NotImplementedError
 
@@ -240,7 +250,8 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         raise NotImplementedError
 
     def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
-        """Run (slot, count, whether these are all): its next ``count`` pending rows, whose pages are reserved.
+        """Run (slot, count, whether these are all): its next ``count`` pending rows, whose pages are reserved. They
+        count as cached then.
 
         Returns:
             [slots whose text is complete, vocab] float32 logits after their last token.
@@ -276,8 +287,6 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         if not reads:
             return []
         logits = self._read(reads)
-        for slot, count, _ in reads:
-            self._states[slot].num_cached += count
         self._add_children(ready, logits)
         return ready
 
@@ -311,7 +320,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
     def _extend(self, state: CacheState, positions: int) -> bool:
         """Grow the pages to cover ``positions``; False, and nothing changes, if too few are free."""
         missing = self._kv.pages_for(positions) - len(state.pages)
-        if missing > self._pool.free:
+        if missing > self._pool.available:
             return False
         if missing > 0:
             state.pages += self._pool.allocate(missing, state.pages[-1] + 1 if state.pages else 0)

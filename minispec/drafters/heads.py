@@ -56,7 +56,7 @@ def head_kind(folder: Path) -> str | None:
 
 
 def load_head(
-    name: str, folder: Path, target: Llama, noise: Noise, *, pages: int, page_size: int
+    name: str, folder: Path, target: Llama, noise: Noise, *, pages: int, page_size: int, prefix_cache: bool = True
 ) -> RankingDrafter | None:
     """A drafter from a head's folder, or None where it holds no head.
 
@@ -64,6 +64,7 @@ def load_head(
         name: as in ``--draft``.
         noise: the target's noise source.
         pages, page_size: of a cache for the head, as many as the target has.
+        prefix_cache: whether that cache remembers prefixes.
 
     Raises:
         ModelError: the head is broken, or not one for this target.
@@ -76,7 +77,7 @@ def load_head(
     if kind == MEDUSA:
         return MedusaDrafter(name, MedusaHeads.load(folder, data, target), noise)
     head = load_eagle_head(folder, data, 3 if kind == EAGLE3 else 1, target)
-    return EagleDrafter(name, head, noise, pages=pages, page_size=page_size)
+    return EagleDrafter(name, head, noise, pages=pages, page_size=page_size, prefix_cache=prefix_cache)
 
 
 def _config(folder: Path) -> Mapping[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minispec.drafters.base import BaseDrafter, Drafter
 from minispec.drafters.rates import Rates
+from minispec.request import Request
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
@@ -69,6 +70,9 @@ class UnionDrafter(BaseDrafter):
     @property
     def invalid(self) -> int:  # type: ignore[override]
         return sum(member.invalid for member in self._members)
+
+    def reusable(self, request: Request, positions: int) -> int:
+        return min(member.reusable(request, positions) for member in self._members)
 
     def begin(self, slot: Slot) -> None:
         self._states[slot] = _State(Rates(self._rates), list(self._success))

@@ -60,7 +60,7 @@ class Drafting:
 
     def run(self, prompts, params):
         requests = run(self.engine, prompts, params)
-        assert self.pool.free == self.pool.total and self.drafter._states == {}
+        assert self.pool.owned == 0 and self.drafter._states == {}
         return requests
 
 

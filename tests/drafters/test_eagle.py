@@ -227,7 +227,7 @@ def test_speculation_is_invisible(tmp_path, layout, slots, mode):
         engine.check()
         for slot, state in drafter._states.items():
             rows = drafter._num_pending(slot)
-            assert state.first is None or state.num_cached + rows == slot.num_cached
+            assert state.gap + state.num_cached + rows == slot.num_cached
         drafter._pool.check([state.pages for state in drafter._states.values()])
     assert [r.output for r in requests] == plain(texts, params)
     assert engine.stats.drafted > 50 and drafter.invalid == 0 and drafter._pool.owned == 0
@@ -416,8 +416,8 @@ def test_gradients_flow_through_a_head(tmp_path):
     target = head_target()
     folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
     head = load_eagle_head(folder, EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], 3, target)
-    head._fc.weight.requires_grad_()
+    head.weights.fc.weight.requires_grad_()
     fused = head.fuse(torch.randn(5, 3 * HIDDEN))
     out = head.forward(torch.arange(5), fused, lambda layer, q, k, v: q + v.repeat_interleave(2, dim=1))
     head.logits(out).logsumexp(-1).sum().backward()
-    assert head._fc.weight.grad.abs().sum() > 0
+    assert head.weights.fc.weight.grad.abs().sum() > 0
