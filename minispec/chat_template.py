@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minispec.errors import ModelError, RequestError
@@ -75,7 +76,7 @@ class ChatTemplate:
         """Looks in ``chat_template.jinja``, ``additional_chat_templates/`` and then in tokenizer_config.json.
 
         Raises:
-            ModelError: a template file cannot be read, or ``chat_template`` has an unknown form.
+            ModelError: a template file cannot be read or is no Jinja, or ``chat_template`` has an unknown form.
         """
         sources: dict[str, str] = {}
         configured = tokenizer_config.get("chat_template")
@@ -98,7 +99,25 @@ class ChatTemplate:
                 sources[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelError(f"Cannot read the chat template {path}: {error}. Download the model again.") from error
-        return cls(sources, special_tokens(tokenizer_config))
+        template = cls(sources, special_tokens(tokenizer_config))
+        for name, source in sources.items():
+            try:
+                template._environment.parse(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(
+                    f"The chat template {name!r} of {folder} is broken in line {error.lineno}: {error.message}. "
+                    "Correct it, or put a working one in chat_template.jinja."
+                ) from error
+        return template
+
+    def source_for(self, *, tools: bool) -> str:
+        """Source of the template for conversations with tools, or without; "" if there is none."""
+        return self.sources.get("tool_use" if tools else "default", self.sources.get("default", ""))
+
+    def mentions(self, variable: str) -> bool:
+        """Whether the template for conversations with tools reads a variable, such as ``tools``."""
+        syntax = self._environment.parse(self.source_for(tools=True))
+        return variable in jinja2.meta.find_undeclared_variables(syntax)
 
     def render(
         self,

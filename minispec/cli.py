@@ -20,7 +20,12 @@ import click
 import minispec
 from minispec.config import EngineConfig
 from minispec.errors import ConfigError, MinispecError, RequestError
+from minispec.logs import FORMATS as LOG_FORMATS
+from minispec.logs import LEVELS as LOG_LEVELS
+from minispec.logs import configure as configure_logs
 from minispec.options import NumbersList, engine_options, prompts_option, sampling_options
+from minispec.server.reasoning import PARSERS as REASONING_PARSERS
+from minispec.server.tool_parser import PARSERS as TOOL_PARSERS
 from minispec.tree import MAX_NODES
 
 if TYPE_CHECKING:
@@ -89,6 +94,18 @@ def cli() -> None:
     metavar="ORIGIN",
     help="Origin whose web pages may call the API, like https://example.org, or *; repeatable.  [default: none]",
 )
+@click.option(
+    "--tool-parser",
+    type=click.Choice(TOOL_PARSERS),
+    default="auto",
+    help="How the model writes tool calls; auto is by its chat template.  [default: auto]",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice(REASONING_PARSERS),
+    default="auto",
+    help="How it writes its reasoning; auto is by its chat template, think is <think>…</think>.  [default: auto]",
+)
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model.  [default: name of the target]")
 @click.option(
     "--max-waiting",
@@ -104,6 +121,22 @@ def cli() -> None:
     metavar="SECONDS",
     help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.  [default: 30]",
 )
+@click.option(
+    "--step-timeout",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    metavar="SECONDS",
+    help="Seconds after which a step counts as stuck: /health turns 503 until it returns. 0 is never.  [default: 120]",
+)
+@click.option(
+    "--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Form of log lines.  [default: text]"
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    help="Least level logged; info has a line when a request starts and one when it ends.  [default: info]",
+)
 @click.option("--pull", is_flag=True, help="Fetch target and draft first, if they are not here yet.  [default: off]")
 def serve(
     host: str,
@@ -111,14 +144,20 @@ def serve(
     api_keys: tuple[str, ...],
     open_metrics: bool,
     cors_origins: tuple[str, ...],
+    tool_parser: str,
+    reasoning_parser: str,
     served_model_name: str | None,
     max_waiting: int,
     drain_timeout: float,
+    step_timeout: float,
+    log_format: str,
+    log_level: str,
     pull: bool,
     threads: int | None,
     **settings: Any,
 ) -> int:
     """Serve the OpenAI-compatible HTTP API."""
+    configure_logs(log_format, log_level)
     if bad := [key for key in api_keys if not key or not key.isascii() or not key.isprintable() or " " in key]:
         raise ConfigError(f"--api-key must be plain ASCII without spaces, and not empty; {len(bad)} given is not")
     config = EngineConfig(**settings)
@@ -144,9 +183,16 @@ def serve(
             api_keys=api_keys,
             open_metrics=open_metrics,
             cors_origins=cors_origins,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
         )
         return run_server(
-            lambda: load_engine(config), options, sock, drain_timeout=drain_timeout, max_waiting=max_waiting
+            lambda: load_engine(config),
+            options,
+            sock,
+            drain_timeout=drain_timeout,
+            max_waiting=max_waiting,
+            step_timeout=step_timeout,
         )
     finally:
         sock.close()

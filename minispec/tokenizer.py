@@ -17,7 +17,7 @@ import codecs
 import json
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +207,18 @@ class Tokenizer:
         decoder = IncrementalDecoder(self, at_start=True, skip_special_tokens=skip_special_tokens)
         return "".join([decoder.feed(token_id) for token_id in ids]) + decoder.finish()
 
-    def decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
-        """A decoder for the text that follows ``prompt_ids``."""
-        return IncrementalDecoder(self, at_start=not any(map(self.token_bytes, prompt_ids)))
+    def decoder(self, prompt_ids: Sequence[int] = (), *, spelt: Collection[int] = ()) -> IncrementalDecoder:
+        """A decoder for the text that follows ``prompt_ids``; the control tokens ``spelt`` are written out."""
+        return IncrementalDecoder(self, at_start=not any(map(self.token_bytes, prompt_ids)), spelt=spelt)
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """The text of ``ids`` with control tokens written out, and U+FFFD for bytes that are no UTF-8."""
+        return b"".join(map(self.spelling, ids)).decode("utf-8", "replace")
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The tokens of these texts, of those that are one token."""
+        ids = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
     @property
     def leading_spaces(self) -> int:
@@ -241,18 +250,22 @@ class IncrementalDecoder:
     complete or shown to be invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, at_start: bool, skip_special_tokens: bool = True, spelt: Collection[int] = ()
+    ) -> None:
         """
         Args:
             at_start: nothing comes before this text, so the space that SentencePiece adds is taken off.
+            spelt: special tokens that are not skipped.
         """
-        self._bytes_of = tokenizer.token_bytes if skip_special_tokens else tokenizer.spelling
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids.difference(spelt) if skip_special_tokens else frozenset()
         self._spaces_to_strip = tokenizer.leading_spaces if at_start else 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes, "" while a character is incomplete. O(1) per token."""
-        data = self._bytes_of(token_id)
+        data = b"" if token_id in self._skip else self._tokenizer.spelling(token_id)
         while self._spaces_to_strip and data:
             if not data.startswith(b" "):
                 self._spaces_to_strip = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,9 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from minispec.constraint import PARAM as FORMAT_PARAM
 from minispec.errors import RequestError
 from minispec.request import Request, SamplingParams, TokenEvent
 from minispec.server import metrics
+from minispec.server.answer import Answers, ChatStyle
+from minispec.server.access_log import AccessLog
 from minispec.server.errors import (
     error_response,
     json_response,
@@ -29,10 +32,22 @@ from minispec.server.errors import (
     on_http_error,
     on_request_error,
 )
+from minispec.server.json_body import parse_body
 from minispec.server.middleware import ApiKeys, Cors, RequestIds
+from minispec.server.openapi import openapi_document
 from minispec.server.replies import ChatReply, CompletionReply, Reply
-from minispec.server.schema import ChatBody, CompletionBody, GenerationBody, parse_chat, parse_completion
+from minispec.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    check_tokens,
+    parse_chat,
+    parse_completion,
+)
 from minispec.server.stream import ClientGone, EventStream, Generation, collect
+from minispec.tokenizer import Tokenizer
 from minispec.worker import EngineWorker, WorkerState
 
 if TYPE_CHECKING:
@@ -59,6 +74,8 @@ class ServerOptions:
         open_metrics: /metrics needs no key.
         cors_origins: origins browsers may call from; ``*`` is any.
         max_body: largest request body in bytes.
+        tool_parser: how tool calls are found in the text: ``auto`` (by the chat template), ``none``, or a format.
+        reasoning_parser: how reasoning is: ``auto``, ``none`` or ``think``.
         keep_alive: seconds without a token after which a stream gets a comment.
         write_timeout: seconds a client may leave a full socket unread.
     """
@@ -68,6 +85,8 @@ class ServerOptions:
     open_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
     max_body: int = 8 << 20
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     keep_alive: float = 10.0
     write_timeout: float = 60.0
 
@@ -86,20 +105,28 @@ class Api:
         self._worker = worker
         self._options = options
         self._latencies = metrics.Latencies()
+        self._statuses: dict[int, int] = {}
         self._created = int(time.time())
+        self._style: ChatStyle | None = None
 
-    def app(self) -> ASGIApp:
-        """The application with everything around it."""
-        routes = [
+    def routes(self) -> list[Route]:
+        """Everything that exists; openapi.py describes it."""
+        return [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completion, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/openapi.json", self.openapi),
         ]
+
+    def app(self) -> ASGIApp:
+        """The application with everything around it."""
         inner = Starlette(
-            routes=routes,
+            routes=self.routes(),
             exception_handlers={
                 RequestError: on_request_error,
                 HTTPException: on_http_error,
@@ -113,7 +140,7 @@ class Api:
         app: ASGIApp = ApiKeys(inner, options.api_keys, open_paths)
         if options.cors_origins:
             app = Cors(app, options.cors_origins)
-        return RequestIds(app)
+        return AccessLog(RequestIds(app), self._statuses)
 
     def fail_active(self, error: RequestError) -> None:
         """End everything that still runs, with ``error`` as the answer."""
@@ -124,12 +151,15 @@ class Api:
 
     async def health(self, http: HttpRequest) -> Response:
         error = self._unready()
+        if error is None and self._worker.watchdog.stalled:
+            error = RequestError("The engine is in a step that does not return.", code="stalled", status=503)
         if error is None:
             return json_response({"status": "ok"})
         return error_response(error, status=error.code)
 
     async def metrics(self, http: HttpRequest) -> Response:
-        return Response(metrics.render(self._worker, self._latencies), headers={"Content-Type": metrics.CONTENT_TYPE})
+        text = metrics.render(self._worker, self._latencies, self._statuses)
+        return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def models(self, http: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self._model_card(self._ready_engine())]})
@@ -148,8 +178,8 @@ class Api:
             "max_model_len": engine.max_context,
         }
 
-    def _check_model(self, name: str) -> None:
-        if name != self._options.model_name:
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._options.model_name:
             shown = name if len(name) <= 100 else name[:100] + "…"
             raise RequestError(
                 f"There is no model {shown!r} here; this server serves {self._options.model_name!r}.",
@@ -179,42 +209,106 @@ class Api:
 
     async def chat(self, http: HttpRequest) -> Response:
         engine = self._ready_engine()
+        tokenizer = engine.tokenizer
+        style = self._chat_style(tokenizer)
 
-        def prepare(raw: bytes) -> tuple[ChatBody, list[Request]]:
+        def prepare(raw: bytes) -> tuple[ChatBody, list[Request], Reply]:
             body = parse_chat(raw)
-            params = self._check_common(engine, body)
-            prompt = engine.tokenizer.apply_chat_template(
-                body.template_messages(),
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=bool(body.continue_final_message),
-                **body.template_variables(),
-            )
-            request_id = f"chatcmpl-{uuid.uuid4().hex}"
-            return body, [engine.make_request(prompt, params, request_id=request_id, owner=http.scope["owner"])]
+            self._check_model(body.model)
+            use = body.tool_use()
+            style.check(use)
+            prompt = body.chat_prompt(tokenizer, body.messages, use)
+            answers = Answers(style, use, tokenizer, prompt)
+            wanted = body.output_format()
+            params = body.sampling_params(engine.default_params, answers.output_format(wanted))
+            reply_id = f"chatcmpl-{uuid.uuid4().hex}"
+            source = "tools" if use and wanted is None else body.format_field
+            requests = self._requests(engine, body, [prompt], params, reply_id, http.scope["owner"], source)
+            for request in requests:
+                answers.prepare(request)
+            return body, requests, ChatReply(reply_id, self._options.model_name, body, tokenizer, answers)
 
-        body, requests = await self._prepare(http, prepare)
-        return await self._answer(http, body, requests, ChatReply(requests[0].id, self._options.model_name, body))
+        return await self._answer(http, *await self._prepare(http, prepare))
 
     async def completion(self, http: HttpRequest) -> Response:
         engine = self._ready_engine()
+        tokenizer = engine.tokenizer
 
-        def prepare(raw: bytes) -> tuple[CompletionBody, list[Request]]:
+        def prepare(raw: bytes) -> tuple[CompletionBody, list[Request], Reply]:
             body = parse_completion(raw)
-            params = self._check_common(engine, body)
-            requests = []
-            for prompt in body.prompts():
-                ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                request_id = f"cmpl-{uuid.uuid4().hex}"
-                requests.append(engine.make_request(ids, params, request_id=request_id, owner=http.scope["owner"]))
-            return body, requests
-
-        body, requests = await self._prepare(http, prepare)
-        return await self._answer(http, body, requests, CompletionReply(requests[0].id, self._options.model_name, body))
-
-    def _check_common(self, engine: Engine, body: GenerationBody) -> SamplingParams:
-        if body.model is not None:
             self._check_model(body.model)
-        return body.sampling_params(engine.default_params)
+            params = body.sampling_params(engine.default_params, body.output_format())
+            given = body.prompts()
+            prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+            reply_id = f"cmpl-{uuid.uuid4().hex}"
+            owner = http.scope["owner"]
+            requests = self._requests(engine, body, prompts, params, reply_id, owner, body.format_field)
+            # the ids are known to be the model's only now
+            echoes = [tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
+            return body, requests, CompletionReply(reply_id, self._options.model_name, body, tokenizer, echoes)
+
+        return await self._answer(http, *await self._prepare(http, prepare))
+
+    @staticmethod
+    def _requests(
+        engine: Engine,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        reply_id: str,
+        owner: str,
+        format_field: str,
+    ) -> list[Request]:
+        """All choices of all prompts, those of one prompt side by side."""
+        numbered = [(prompt, params.choice(choice)) for prompt in prompts for choice in range(body.choices)]
+        try:
+            return [
+                engine.make_request(prompt, own, request_id=f"{reply_id}-{index}", owner=owner)
+                for index, (prompt, own) in enumerate(numbered)
+            ]
+        except RequestError as error:
+            if error.param != FORMAT_PARAM:
+                raise
+            # the engine knows one name for what several fields ask for
+            raise RequestError(str(error), param=format_field, code=error.code, status=error.status) from None
+
+    def _chat_style(self, tokenizer: Tokenizer) -> ChatStyle:
+        if self._style is None:
+            options = self._options
+            self._style = ChatStyle.of(
+                tokenizer, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser
+            )
+        return self._style
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        engine = self._ready_engine()
+        tokenizer = engine.tokenizer
+
+        def prepare(raw: bytes) -> list[int]:
+            body = parse_body(raw, TokenizeBody)
+            self._check_model(body.model)
+            if body.prompt is not None:
+                return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            use = body.tool_use()
+            self._chat_style(tokenizer).check(use)
+            return body.chat_prompt(tokenizer, body.messages or [], use)
+
+        tokens = await self._prepare(http, prepare)
+        return json_response({"count": len(tokens), "max_model_len": engine.max_context, "tokens": tokens})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        tokenizer = self._ready_engine().tokenizer
+
+        def prepare(raw: bytes) -> str:
+            body = parse_body(raw, DetokenizeBody)
+            self._check_model(body.model)
+            check_tokens(body.tokens, tokenizer.vocab_size)
+            return tokenizer.spell(body.tokens)
+
+        return json_response({"prompt": await self._prepare(http, prepare)})
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return json_response(openapi_document())
 
     async def _prepare(self, http: HttpRequest, prepare: Callable[[bytes], T]) -> T:
         """Read the body and make requests of it, in another thread if that takes long enough to hold up the streams."""

@@ -166,10 +166,14 @@ def _failure_of(event: TokenEvent) -> RequestError:
     return RequestError(message, code="engine_error", status=500)
 
 
-def usage(requests: Iterable[Request]) -> dict[str, Any]:
-    """The ``usage`` object: sums over the requests. An acceptance length is null before the first verification."""
-    requests = list(requests)
-    prompt = sum(len(request.prompt) for request in requests)
+def usage(requests: Sequence[Request], choices: int = 1) -> dict[str, Any]:
+    """The ``usage`` object: sums over the requests. An acceptance length is null before the first verification.
+
+    Args:
+        requests: ``choices`` for each prompt, which counts once.
+    """
+    prompts = requests[::choices]
+    prompt = sum(len(request.prompt) for request in prompts)
     completion = sum(request.num_output for request in requests)
     counts = [request.speculation for request in requests]
     steps = sum(count.steps for count in counts)
@@ -178,6 +182,7 @@ def usage(requests: Iterable[Request]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts)},
         "speculation": {
             "steps": steps,
             "drafted": sum(count.drafted for count in counts),
@@ -195,6 +200,9 @@ class Chunks(Protocol):
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole chunk around ``choices``."""
+
+    def usage(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The ``usage`` object, once they have ended."""
 
 
 def sse(content: Any) -> bytes:
@@ -249,7 +257,7 @@ class EventStream:
                     if data:
                         await write(data)
                 if self._include_usage:
-                    last = sse(self._chunks.chunk([], usage(generation.requests))) + DONE
+                    last = sse(self._chunks.chunk([], self._chunks.usage(generation.requests))) + DONE
             except RequestError as error:
                 last = sse(error_body(error))
             except (ClientGone, TimeoutError):

@@ -55,6 +55,7 @@ def test_usage(serve):
         "prompt_tokens": 4,
         "completion_tokens": 11,
         "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "speculation": {"steps": 2, "drafted": 8, "accepted": 8, "acceptance_length": 5.0},
     }
     assert serve().complete(max_tokens=1).json()["usage"]["speculation"]["acceptance_length"] is None

@@ -85,20 +85,68 @@ def test_numbers_are_numbers(shared, field, literal):
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": []}, "stream_options"),
-        # known, not supported
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": -2}, "n"),
+        ({"n": 129}, "n"),
         ({"n": 10**6}, "n"),
         ({"n": True}, "n"),
-        ({"n": 0}, "n"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"logit_bias": {"cat": 101}}, "logit_bias"),
-        ({"min_tokens": 1}, "min_tokens"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": "2"}, "n"),
         ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 11}, "repetition_penalty"),
+        *(
+            ({"logit_bias": {key: 1}}, "logit_bias")
+            for key in ("cat", "-1", "1.5", "", "²", str(BYTE_VOCAB_SIZE), "9" * 30)
+        ),
+        *(({"logit_bias": {"5": value}}, "logit_bias") for value in (101, -100.5)),
+        *(({"logit_bias": {"5": value}}, "logit_bias.5") for value in (None, True, "1", [1])),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"logit_bias": [[5, 1]]}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 1.5}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        *(({"stop_token_ids": [token], "min_tokens": 1}, "stop_token_ids") for token in (-1, BYTE_VOCAB_SIZE, 2**63)),
+        *(({"stop_token_ids": [token]}, "stop_token_ids[0]") for token in (True, 1.0, "a", None)),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 10**5}, "stop_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+        ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 10**6}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        # known, not supported
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -115,11 +163,30 @@ def test_refused_fields(shared, path, fields, param, stream):
     [
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": "4"}, "max_completion_tokens"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": "yes"}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"top_logprobs": 5, "logprobs": False}, "top_logprobs"),
+        *(
+            ({"top_logprobs": count, "logprobs": True}, "top_logprobs")
+            for count in (-1, 21, BYTE_VOCAB_SIZE, 1.5, True)
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the template knows none
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+        ({"tools": {"name": "f"}}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 0}, "best_of"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -150,7 +217,7 @@ def test_refused_chat_fields(shared, fields, param):
     [
         *("", [""], [], [[]], None, 5, {}, [None]),
         *([BYTE_VOCAB_SIZE], [-1], [2**63], [True], [1.0], ["a", 1], [1, "a"], [[1], "a"], ["a", [1]], [[1, "a"]]),
-        *(["a", ""], [[1], []], ["x"] * 33, ["x"] * 10**5),
+        *(["a", ""], [[1], []], ["x"] * 129, ["x"] * 10**5),
     ],
     ids=lambda prompt: json.dumps(prompt)[:20],
 )
@@ -158,9 +225,26 @@ def test_refused_prompts(shared, prompt):
     assert_error(shared.complete(prompt), 400, "prompt")
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"echo": True}, {"suffix": "x"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"logprobs": value} for value in (True, -1, 21, BYTE_VOCAB_SIZE, 1.5, "1")),
+        {"echo": "yes"},
+        {"suffix": "x"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"max_tokens": 0},
+        {"max_tokens": 0, "echo": False},
+        {"max_tokens": -1, "echo": True},
+    ],
+    ids=str,
+)
 def test_refused_completion_fields(shared, fields):
     assert_error(shared.complete(**fields), 400, next(iter(fields)))
+
+
+def test_choices_are_counted_over_all_prompts(shared):
+    assert_error(shared.complete(["a"] * 20, n=10), 400, "n")
+    assert_error(shared.complete(["a"] * 129), 400, "prompt")
 
 
 def test_missing_fields(shared):
@@ -196,7 +280,15 @@ def test_missing_fields(shared):
         {"stream_options": None},
         {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1},
         {"n": None, "tools": None, "response_format": None, "logprobs": None, "stop_token_ids": []},
+        {"n": 2, "best_of": 2},
         {"response_format": {"type": "text"}},
+        {"frequency_penalty": 2, "presence_penalty": -2, "repetition_penalty": 0.01},
+        {"logit_bias": {"5": 100, "6": -100, "0": 0.5}},
+        {"min_tokens": 3},
+        {"stop_token_ids": [0, 255]},
+        {"guided_json": None, "guided_choice": [], "skip_special_tokens": True},
+        {"structured_outputs": {"regex": "Hello, world!"}},
+        {"prompt_logprobs": 0},
     ],
     ids=str,
 )
@@ -205,7 +297,7 @@ def test_accepted_fields(shared, path, fields):
     base = {"messages": USER} if path == CHAT else {"prompt": "hi"}
     response = shared.post(path, {**base, **fields})
     assert response.status_code == 200, response.text
-    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    assert {choice["finish_reason"] for choice in response.json()["choices"]} == {"stop"}
 
 
 def test_token_id_prompts(shared):
