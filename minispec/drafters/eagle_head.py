@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -129,15 +129,102 @@ class HeadLayer:
     down: Linear
 
 
-class EagleHead:
-    """A head, for inference or, with plain weights, for training: nothing here keeps state, attention is an argument.
+@dataclass(frozen=True)
+class HeadWeights:
+    """All weights of a head but the output layer's. Plain tensors that want gradients do as well: nothing is kept.
 
     Attributes:
-        config: its shape.
+        fc: to h of the formula.
+        fc_norm: EAGLE-3: norm of what ``fc`` reads; few heads have one.
+        layers: the decoder layers.
+        norm: before the head; None leaves it out.
+        embedding: [vocabulary, hidden], often the target's own.
+    """
+
+    fc: Linear
+    fc_norm: Tensor | None
+    layers: Sequence[HeadLayer]
+    norm: Tensor | None
+    embedding: Tensor
+
+
+class Operations(Protocol):
+    """What the forward needs besides linear layers and attention, see ``minispec.kernels``."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(normed x + residual, x + residual)."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * dim] to [rows, dim]."""
+
+
+class EagleForward:
+    """The forward pass, for inference and for training: nothing here keeps state, attention is an argument.
+
+    Attributes:
+        config: the head's shape.
+        weights: its weights.
+        operations: ``kernels``, or what can be differentiated.
+    """
+
+    def __init__(self, config: EagleConfig, weights: HeadWeights, operations: Operations) -> None:
+        shape = config.layer
+        self.config = config
+        self.weights = weights
+        self.operations = operations
+        self._widths = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+
+    def forward(self, tokens: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """Run the decoder layers.
+
+        Args:
+            tokens: [rows] int64, the token one position further than ``hidden``.
+            hidden: [rows, hidden]: ``fuse``'s h, or the g of an earlier forward.
+            attend: attention with its memory of earlier rows.
+
+        Returns:
+            [rows, hidden]: g of the formula.
+        """
+        shape, eps, rows = self.config.layer, self.config.layer.rms_norm_eps, tokens.shape[0]
+        embedded = F.embedding(tokens, self.weights.embedding)
+        first = self.weights.layers[0]
+        if self.config.version == 1:
+            residual = self.weights.fc(torch.cat([embedded, hidden], dim=-1))
+            x = residual if first.input_norm is None else self.operations.rms_norm(residual, first.input_norm, eps)[0]
+        else:
+            assert first.input_norm is not None and first.hidden_norm is not None
+            normed = self.operations.rms_norm(hidden, first.hidden_norm, eps)[0]
+            residual = normed if self.config.norm_before_residual else hidden
+            x = torch.cat([self.operations.rms_norm(embedded, first.input_norm, eps)[0], normed], dim=-1)
+        for i, layer in enumerate(self.weights.layers):
+            if i > 0:
+                assert layer.input_norm is not None
+                x, residual = self.operations.rms_norm(x, layer.input_norm, eps, residual)
+            q, k, v = (part.view(rows, -1, shape.head_dim) for part in layer.qkv(x).split(self._widths, dim=-1))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = (
+                    self.operations.rms_norm(q, layer.q_norm, eps)[0],
+                    self.operations.rms_norm(k, layer.k_norm, eps)[0],
+                )
+            attended = attend(i, q, k, v).reshape(rows, -1)
+            x, residual = self.operations.rms_norm(layer.o(attended), layer.post_norm, eps, residual)
+            x = layer.down(self.operations.silu_mul(layer.gate_up(x)))
+        return x + residual
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden], the g of ``forward``, to what the output layer reads."""
+        if self.weights.norm is None:
+            return hidden
+        return self.operations.rms_norm(hidden, self.weights.norm, self.config.layer.rms_norm_eps)[0]
+
+
+class EagleHead(EagleForward):
+    """A head beside its target.
+
+    Attributes:
         device, dtype: the target's; weights are converted.
         vocabulary: which of the target's ids its logits are for.
         rope: of its attention.
-        embedding: [vocabulary, hidden], often the target's own.
     """
 
     def __init__(self, config: EagleConfig, files: HeadFiles, target: Llama) -> None:
@@ -147,21 +234,22 @@ class EagleHead:
             ModelError: tensors are missing or misshapen (listed), or ids do not map onto the target's.
         """
         shape = config.layer
-        self.config = config
         self.device, self.dtype = target.device, target.dtype
         self.rope = Rope(shape.rope, shape.head_dim, target.device)
-        self._widths = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
         _check(config, files, target.config)
         take = files.take
-        self._fc = Linear(take("fc.weight"), take("fc.bias") if "fc.bias" in files else None)
-        self._fc_norm = take("input_norm.weight") if "input_norm.weight" in files else None
-        self._layers = [_layer(config, files, i) for i in range(shape.num_layers)]
-        self._norm = take("norm.weight") if config.last_norm else None
-        self._target_norm, self._target_eps = target.norm, target.config.rms_norm_eps
         own = take(EMBEDDING) if EMBEDDING in files else None
         if own is None:
             log.info("%s has no embedding: the target's is used", files.folder)
-        self.embedding = target.embedding if own is None or torch.equal(own, target.embedding) else own
+        weights = HeadWeights(
+            fc=Linear(take("fc.weight"), take("fc.bias") if "fc.bias" in files else None),
+            fc_norm=take("input_norm.weight") if "input_norm.weight" in files else None,
+            layers=[_layer(config, files, i) for i in range(shape.num_layers)],
+            norm=take("norm.weight") if config.last_norm else None,
+            embedding=target.embedding if own is None or torch.equal(own, target.embedding) else own,
+        )
+        super().__init__(config, weights, kernels)
+        self._target_norm, self._target_eps = target.norm, target.config.rms_norm_eps
         self.vocabulary = DraftVocabulary.read(files, target)
         self._head = Head(self._head_weight(files, target))
 
@@ -176,49 +264,13 @@ class EagleHead:
         """
         if self.config.version == 1:
             return kernels.rms_norm(features, self._target_norm, self._target_eps)[0]
-        if self._fc_norm is not None:
-            features = kernels.rms_norm(features, self._fc_norm, self.config.layer.rms_norm_eps)[0]
-        return self._fc(features)
-
-    def forward(self, tokens: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """Run the decoder layers.
-
-        Args:
-            tokens: [rows] int64, the token one position further than ``hidden``.
-            hidden: [rows, hidden]: ``fuse``'s h, or the g of an earlier forward.
-            attend: attention with its memory of earlier rows.
-
-        Returns:
-            [rows, hidden]: g of the formula.
-        """
-        shape, eps, rows = self.config.layer, self.config.layer.rms_norm_eps, tokens.shape[0]
-        embedded = F.embedding(tokens, self.embedding)
-        first = self._layers[0]
-        if self.config.version == 1:
-            residual = self._fc(torch.cat([embedded, hidden], dim=-1))
-            x = residual if first.input_norm is None else kernels.rms_norm(residual, first.input_norm, eps)[0]
-        else:
-            assert first.input_norm is not None and first.hidden_norm is not None
-            normed = kernels.rms_norm(hidden, first.hidden_norm, eps)[0]
-            residual = normed if self.config.norm_before_residual else hidden
-            x = torch.cat([kernels.rms_norm(embedded, first.input_norm, eps)[0], normed], dim=-1)
-        for i, layer in enumerate(self._layers):
-            if i > 0:
-                assert layer.input_norm is not None
-                x, residual = kernels.rms_norm(x, layer.input_norm, eps, residual)
-            q, k, v = (part.view(rows, -1, shape.head_dim) for part in layer.qkv(x).split(self._widths, dim=-1))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = kernels.rms_norm(q, layer.q_norm, eps)[0], kernels.rms_norm(k, layer.k_norm, eps)[0]
-            attended = attend(i, q, k, v).reshape(rows, -1)
-            x, residual = kernels.rms_norm(layer.o(attended), layer.post_norm, eps, residual)
-            x = layer.down(kernels.silu_mul(layer.gate_up(x)))
-        return x + residual
+        if self.weights.fc_norm is not None:
+            features = kernels.rms_norm(features, self.weights.fc_norm, self.config.layer.rms_norm_eps)[0]
+        return self.weights.fc(features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden], the g of ``forward``, to float32 logits [rows, ``vocabulary.size``]."""
-        if self._norm is not None:
-            hidden = kernels.rms_norm(hidden, self._norm, self.config.layer.rms_norm_eps)[0]
-        return self._head(hidden)
+        return self._head(self.normed(hidden))
 
     def _head_weight(self, files: HeadFiles, target: Llama) -> Tensor:
         """[logits, hidden]: the folder's own, else its embedding where the config ties the two, else the target's."""
@@ -226,7 +278,7 @@ class EagleHead:
             return self.vocabulary.own(files.take(HEAD))
         tied = self.config.layer.tie_word_embeddings and EMBEDDING in files
         log.info("%s has no lm_head: %s is used", files.folder, "its embedding" if tied else "the target's")
-        return self.vocabulary.borrowed(self.embedding if tied else target.head.weight)
+        return self.vocabulary.borrowed(self.weights.embedding if tied else target.head.weight)
 
 
 def _taps(data: Mapping[str, Any], eagle: Mapping[str, Any], layers: int) -> tuple[int, ...]:

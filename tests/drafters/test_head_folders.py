@@ -60,7 +60,7 @@ def test_what_the_folder_lacks_is_borrowed_and_said(tmp_path, caplog):
     target = tiny_model(0)
     folder = eagle_folder(tmp_path / "head", "eagle3-borrowing")
     head = load_eagle_head(folder, json.loads((folder / "config.json").read_text()), 3, target)
-    assert head.embedding is target.embedding
+    assert head.weights.embedding is target.embedding
     assert "no embedding: the target's" in caplog.text and "no lm_head: the target's" in caplog.text
 
 

@@ -1,0 +1,1 @@
+"""Train a draft head for a model, on text that the model writes itself."""

@@ -1,0 +1,235 @@
+"""The target writes its own training text: a user turn, then the answer to it, many at once through the engine.
+
+Self-distillation: what a head must imitate is the target on text of the kind that the target is asked for, and that
+text it can write itself. The hidden states that the head reads are recorded while the answers are written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minispec.drafters.base import BaseDrafter
+from minispec.engine import Engine
+from minispec.errors import RequestError
+from minispec.graphs import runner_for
+from minispec.kv_cache import PagePool
+from minispec.model.llama import Llama
+from minispec.request import Request, SamplingParams
+from minispec.sampling import Noise
+from minispec.scheduler import Slot
+from minispec.tokenizer import Tokenizer
+from minispec.train.prompts import Opening
+from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Sample, Shard
+
+_PAGE = 16
+_ROWS = 384
+"""Prompt rows of a step, beside one row per running request."""
+_MAX_PROMPT = 384
+"""Longest conversation before its answer, in tokens."""
+ANSWERS = ((0.75, 128), (0.9, 192), (1.0, 256))
+"""Cumulative share of answers, and the tokens they are cut at: mostly beginnings, where most requests end."""
+GREEDY = 0.7
+"""Share of the answers written at temperature 0; the others at 0.7 or 1."""
+
+
+class Recorder(BaseDrafter):
+    """Drafts nothing; keeps the tapped hidden states of the requests that it is told of.
+
+    Attributes:
+        taps: see ``Drafter.taps``.
+        rows: request → its tapped rows in order, [tokens, taps * hidden] bfloat16 each.
+    """
+
+    name = "recorder"
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self.rows: dict[Request, list[Tensor]] = {}
+
+    def begin(self, slot: Slot) -> None:
+        if slot.request in self.rows:
+            self.rows[slot.request] = []
+
+    def observe(self, slot: Slot, features: Tensor) -> None:
+        if slot.request in self.rows:
+            # a copy of its own: the step's tensor holds everybody's rows
+            self.rows[slot.request].append(features.to("cpu", torch.bfloat16, copy=True))
+
+
+class PooledNoise(Noise):
+    """Gumbel noise cut out of one pool at places that depend on (seed, position).
+
+    Keyed noise costs as much as the forward where a hundred requests are sampled at once on a CPU. Rows from the pool
+    overlap each other, which no longer is an exact draw for every pair of them; for training text that does not matter.
+    """
+
+    _SIZE = 1 << 23
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(vocab_size, device)
+        generator = torch.Generator().manual_seed(0)
+        uniform = torch.rand(self._SIZE + vocab_size, generator=generator).clamp(1e-10, 1 - 1e-7)
+        self._pool = -torch.log(-torch.log(uniform)).to(device)
+
+    def rows(self, keys: Sequence[tuple[int, int]]) -> Tensor:
+        # hashes of whole numbers, and of tuples of them, are the same in every process
+        starts = [hash((seed, position, 0x5EED)) % self._SIZE for seed, position in keys]
+        return torch.stack([self._pool[start : start + self.vocab_size] for start in starts])
+
+
+@dataclass
+class _Conversation:
+    index: int
+    opening: Opening
+    prefix: list[int]
+    user: str = ""
+    request: Request | None = None
+    sample: Sample | None = None
+
+
+class Generator:
+    """Writes shards of conversations with one target.
+
+    Args:
+        target: the model.
+        tokenizer: its tokenizer, with a chat template.
+        taps: the hidden states to record.
+        seed: of everything that is drawn.
+        slots: conversations written at once.
+    """
+
+    def __init__(
+        self, target: Llama, tokenizer: Tokenizer, taps: tuple[int, ...], *, seed: int, slots: int = 128
+    ) -> None:
+        longest = _MAX_PROMPT + ANSWERS[-1][1]
+        context = min(longest, target.config.max_position)
+        pages = slots * -(-context // _PAGE)
+        runner = runner_for(target, pages=pages, page_size=_PAGE, max_context=context)
+        self._recorder = Recorder(taps)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._context = context
+        self._engine = Engine(
+            runner,
+            PagePool(pages),
+            self._recorder,
+            PooledNoise(runner.vocab_size, target.device),
+            tokenizer=tokenizer,
+            max_slots=slots,
+            max_context=context,
+            max_step_tokens=_ROWS + slots,
+            tree_budget=slots,
+            eos_ids=tokenizer.eos_ids,
+        )
+
+    def shard(
+        self, first: int, openings: Sequence[Opening], tick: Callable[[int], None] = lambda tokens: None
+    ) -> Shard:
+        """Write the conversations ``first``, ``first + 1``, … to the end.
+
+        The result depends on the arguments and the seed alone (and, by rounding, on the number of slots).
+
+        Args:
+            openings: how they begin.
+            tick: told after every step how many tokens it brought.
+        """
+        conversations = [self._begin(first + i, opening) for i, opening in enumerate(openings)]
+        running: dict[Request, _Conversation] = {}
+        # the longest first, so that the end of a shard does not wait for one of them
+        for conversation in sorted(conversations, key=lambda c: -c.opening.max_tokens):
+            self._advance(conversation, running)
+        while running:
+            events = self._engine.step()
+            tick(sum(len(event.tokens) for event in events))
+            for event in events:
+                if event.finish_reason is not None:
+                    self._advance(running.pop(event.request), running)
+        return Shard([c.sample for c in conversations if c.sample is not None])
+
+    def _begin(self, index: int, opening: Opening) -> _Conversation:
+        messages = _messages(opening.system, opening.start)
+        prefix = self._tokenizer.apply_chat_template(messages, continue_final_message=True)
+        return _Conversation(index, opening, prefix)
+
+    def _advance(self, conversation: _Conversation, running: dict[Request, _Conversation]) -> None:
+        """Queue the next part of a conversation, or keep its sample if there is none."""
+        opening, done = conversation.opening, conversation.request
+        if done is None and not opening.complete:
+            params = SamplingParams(
+                temperature=1.0, top_p=0.95, max_tokens=opening.max_tokens, seed=self._key(conversation.index, 0)
+            )
+            request = self._engine.make_request(conversation.prefix, params)
+        elif done is None or done not in self._recorder.rows:
+            conversation.user = opening.start + ("" if done is None else _whole(done))
+            request_or_none = self._answer(conversation)
+            if request_or_none is None:
+                return
+            request = request_or_none
+            self._recorder.rows[request] = []
+        else:
+            conversation.sample = self._sample(conversation, done, self._recorder.rows.pop(done))
+            return
+        conversation.request = request
+        running[request] = conversation
+        self._engine.add(request)
+
+    def _answer(self, conversation: _Conversation) -> Request | None:
+        """The request for the answer, or None where the prompt leaves no room for one."""
+        try:
+            prompt = self._tokenizer.apply_chat_template(_messages(conversation.opening.system, conversation.user))
+            if len(prompt) > self._context - ANSWERS[0][1]:
+                return None
+            rng = random.Random(f"{self._seed}:{conversation.index}:answer")
+            length, kind = rng.random(), rng.random()
+            params = SamplingParams(
+                temperature=0.0 if kind < GREEDY else rng.choice((0.7, 1.0)),
+                top_p=0.95,
+                max_tokens=next(tokens for share, tokens in ANSWERS if length <= share),
+                seed=self._key(conversation.index, 1),
+            )
+            return self._engine.make_request(prompt, params)
+        except RequestError:  # what the target wrote cannot be a user turn
+            return None
+
+    def _sample(self, conversation: _Conversation, request: Request, rows: list[Tensor]) -> Sample:
+        tokens = torch.tensor(request.tokens)
+        classes = torch.full((len(tokens),), GIVEN, dtype=torch.uint8)
+        if not conversation.opening.complete:
+            whole = self._tokenizer.apply_chat_template(
+                _messages(conversation.opening.system, conversation.user), continue_final_message=True
+            )
+            classes[_common(conversation.prefix, request.tokens) : _common(whole, request.tokens)] = WRITTEN
+        classes[len(request.prompt) :] = ANSWER
+        return Sample(tokens, classes, torch.cat(rows)[: len(tokens) - 1])
+
+    def _key(self, index: int, part: int) -> int:
+        return random.Random(f"{self._seed}:{index}:{part}").getrandbits(62)
+
+
+def _messages(system: str | None, user: str) -> list[dict[str, str]]:
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return [*head, {"role": "user", "content": user}]
+
+
+def _whole(request: Request) -> str:
+    """What the target wrote of a user turn; where its length ended it, up to the last sentence."""
+    text = request.text
+    if request.tokens[-1] in request.eos_ids:
+        return text.rstrip()
+    end = max(text.rfind(mark) for mark in (". ", ".\n", "? ", "! ", "\n"))
+    return text[: end + 1].rstrip() if end > len(text) // 2 else text.rstrip()
+
+
+def _common(first: Iterable[int], second: Iterable[int]) -> int:
+    """Length of the common beginning."""
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
