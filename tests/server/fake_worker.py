@@ -113,8 +113,9 @@ def scripted_engine(
     max_context: int = 256,
     pages: int = 400,
     default_params: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
 ) -> Engine:
-    tokenizer = Tokenizer.from_folder(byte_tokenizer_folder(folder))
+    tokenizer = Tokenizer.from_folder(byte_tokenizer_folder(folder, **(tokenizer_config or {})))
     drafter = (
         ScriptedDrafter(lambda prefix: chain(script.next_tokens(prefix, script.drafts)))
         if script.drafts
@@ -195,16 +196,21 @@ def live_server(
     max_waiting: int = 64,
     send_buffer: int | None = None,
     options: Mapping[str, Any] | None = None,
+    make_engine: Callable[[], Engine] | None = None,
     **engine: Any,
 ) -> Iterator[LiveServer]:
-    """A server on a port of its own, in this process; ready unless ``loaded`` is False."""
+    """A server on a port of its own, in this process; ready unless ``loaded`` is False.
+
+    Args:
+        make_engine: another engine than the scripted one.
+    """
     may_load = threading.Event()
     if loaded:
         may_load.set()
 
     def load() -> Engine:
         assert may_load.wait(20)
-        return scripted_engine(script, folder, **engine)
+        return scripted_engine(script, folder, **engine) if make_engine is None else make_engine()
 
     worker = EngineWorker(load, max_waiting=max_waiting)
     api = Api(worker, ServerOptions(**{"model_name": MODEL, "keep_alive": 0.1, **(options or {})}))
