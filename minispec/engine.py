@@ -228,9 +228,7 @@ class Engine:
         if params.output_format is None:
             return None
         assert self._grammars is not None, "without a tokenizer there are no grammars"
-        return self._grammars.constraint(
-            params.output_format, min_tokens=params.min_tokens, ignore_eos=params.ignore_eos
-        )
+        return self._grammars.constraint(params.output_format, ignore_eos=params.ignore_eos)
 
     def add(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
@@ -266,6 +264,7 @@ class Engine:
         self._at("schedule", ())
         for slot in self.scheduler.admit(self._drafting.reusable):
             if not slot.request.preemptions:
+                slot.request.admitted = time.monotonic()
                 slot.request.cached_tokens = slot.num_cached
                 self.stats.prefix_query_tokens += len(slot.request.prompt)
                 self.stats.prefix_hit_tokens += slot.num_cached

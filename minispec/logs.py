@@ -11,7 +11,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import Any, TextIO
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -57,16 +57,30 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(kind: str, level: str, stream: IO[str] | None = None) -> None:
-    """Send the log to ``stream`` (standard error): minispec's own lines from ``level`` on, others' from WARNING on.
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is at the moment of the line."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def configure(kind: str, level: str) -> None:
+    """Send the log to standard error, instead of where it went: minispec's own lines from ``level`` on, others' from
+    WARNING on.
 
     Args:
         kind: one of FORMATS.
         level: one of LEVELS.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler, root = _StandardError(), logging.getLogger()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    for earlier in [one for one in root.handlers if type(one) in (logging.StreamHandler, _StandardError)]:
+        root.removeHandler(earlier)
+    root.addHandler(handler)
     logging.getLogger("minispec").setLevel(level.upper())
 
 
@@ -76,4 +90,4 @@ def _time(record: logging.LogRecord) -> str:
 
 def _shown(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "=\n') else text
+    return text if text and text.isprintable() and not set(' "=') & set(text) else json.dumps(text)

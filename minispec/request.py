@@ -351,6 +351,7 @@ class Request:
     cached_tokens: int = 0
     trace: list[TraceStep] = field(default_factory=list)
     created: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
     first_token: float | None = None
 
     def __post_init__(self) -> None:

@@ -96,6 +96,12 @@ class EngineWorker:
         """Requests submitted and not ended."""
         return len(self._open)
 
+    @property
+    def capacity(self) -> int:
+        """Most requests that may be open at once, once the engine is loaded."""
+        assert self.engine is not None
+        return self._max_waiting + self.engine.scheduler.max_slots
+
     def start(self) -> None:
         """Begin to load; returns at once."""
         self._thread.start()
@@ -109,7 +115,7 @@ class EngineWorker:
         with self._lock:
             if self._state is not WorkerState.READY or self.engine is None:
                 raise RequestError(f"the engine is {self._state.value}", code="not_ready", status=503)
-            limit = self._max_waiting + self.engine.scheduler.max_slots
+            limit = self.capacity
             if len(self._open) >= limit:
                 self.refused += 1
                 raise RequestError(

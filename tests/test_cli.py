@@ -126,7 +126,7 @@ def test_serve_passes_its_options_on(capsys, monkeypatch, prefix):
     assert (config.kv_memory, config.dtype, config.max_context) == (0.5, "float32", None)
     assert options.model_name == "some/model" and options.api_keys == ("from-env",) and options.open_metrics
     assert options.cors_origins == ("https://a.example", "https://b.example")
-    assert seen.more == {"drain_timeout": 2.5, "max_waiting": 256}
+    assert seen.more == {"drain_timeout": 2.5, "max_waiting": 256, "step_timeout": 120.0}
     assert run(capsys, *prefix, *args.split(), "--api-key", "a", "--api-key", "b", "--served-model-name", "m")[0] == 7
     assert seen.options.api_keys == ("a", "b") and seen.options.model_name == "m"
 

@@ -334,7 +334,7 @@ def test_a_fatal_fault_is_everybodys_answer(caplog):
         assert listener.reason is FinishReason.ERROR is request.finish_reason
         assert request.error
     it.wait_for(WorkerState.FAILED)
-    assert it.worker.state is WorkerState.FAILED and it.worker.num_open == 0 and it.worker.wait_idle(0)
+    assert it.worker.state is WorkerState.FAILED and it.worker.wait_idle(TIMEOUT) and it.worker.num_open == 0
     assert it.worker.error.startswith("the engine failed: EngineFailed: ") and "boom" in it.worker.error
     assert it.engine.stats.finished["error"] == 4
     assert "boom" in caplog.text

@@ -22,8 +22,8 @@ from minispec.constraint import PARAM as FORMAT_PARAM
 from minispec.errors import RequestError
 from minispec.request import Request, SamplingParams, TokenEvent
 from minispec.server import metrics
-from minispec.server.answer import Answers, ChatStyle
 from minispec.server.access_log import AccessLog
+from minispec.server.answer import Answers, ChatStyle
 from minispec.server.errors import (
     error_response,
     json_response,
@@ -249,8 +249,8 @@ class Api:
 
         return await self._answer(http, *await self._prepare(http, prepare))
 
-    @staticmethod
     def _requests(
+        self,
         engine: Engine,
         body: GenerationBody,
         prompts: Sequence[Sequence[int]],
@@ -261,6 +261,12 @@ class Api:
     ) -> list[Request]:
         """All choices of all prompts, those of one prompt side by side."""
         numbered = [(prompt, params.choice(choice)) for prompt in prompts for choice in range(body.choices)]
+        if len(numbered) > self._worker.capacity:  # waiting would not help
+            raise RequestError(
+                f"{len(numbered)} choices are asked for, and this server takes {self._worker.capacity} requests at a "
+                "time; ask for fewer, or start it with a larger --max-waiting.",
+                param="n" if body.choices > 1 else "prompt",
+            )
         try:
             return [
                 engine.make_request(prompt, own, request_id=f"{reply_id}-{index}", owner=owner)

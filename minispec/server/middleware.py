@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minispec.errors import RequestError
+from minispec.logs import http_request_id
 from minispec.server.errors import error_response
 
 MAX_REQUEST_ID = 128  # characters
@@ -44,6 +45,7 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        http_request_id.set(request_id)  # for the log; every request is handled in a task of its own
         await self._app(scope, receive, send_with_id)
 
 

@@ -3,7 +3,7 @@
     bind the port ── preflight ── listen ── load (in the engine's thread) ── ready
                                                                                │ SIGTERM or SIGINT
     exit 0 ── uvicorn closes <── every answer is out <── new requests get 503 <┘
-    exit 1 <── running streams end with an error <── a second signal, or drain_timeout seconds
+    exit 1 <── running streams end with an error <── a second signal, drain_timeout seconds, or a fatal fault
 
 The port comes first because that check is free and a model takes a minute to load. The server listens while it loads so
 that whoever watches /health gets an answer instead of a refused connection.
@@ -30,7 +30,7 @@ from minispec.errors import RequestError
 from minispec.server.app import Api, ServerOptions
 from minispec.server.bind import url_of
 from minispec.server.errors import dump_json, error_body
-from minispec.worker import EngineWorker, WorkerState
+from minispec.worker import STEP_TIMEOUT, EngineWorker, WorkerState
 
 _POLL = 0.05  # seconds between looks at what has no event to wait for
 _CLOSE_TIMEOUT = 1.0  # seconds for connections, and for the engine's thread, once the process is about to exit
@@ -116,8 +116,7 @@ class ServerProcess:
             await asyncio.sleep(0)
         _say(f"minispec is listening on {url_of(sock)} and loading {self._model_name}")
         try:
-            if await self._loaded():
-                await self._signal.wait()
+            if await self._loaded() and await self._told_to_stop():
                 await self._drain()
         finally:
             self._uvicorn.should_exit = True
@@ -142,6 +141,24 @@ class ServerProcess:
         _say(ready_line(self._model_name, self._worker.engine))
         return True
 
+    async def _told_to_stop(self) -> bool:
+        """Wait for a signal; False if the engine fails first."""
+        while not self._signals:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._signal.wait(), _POLL)
+            if self._worker.state is WorkerState.FAILED:
+                print(f"error: {self._worker.error}; the server ends", file=sys.stderr, flush=True)
+                self._status = 1
+                await self._let_answers_out()
+                return False
+        return True
+
+    async def _let_answers_out(self) -> None:
+        """Everyone has been answered; give the answers time to leave, and health checks time to see a 503."""
+        deadline = asyncio.get_running_loop().time() + _CLOSE_TIMEOUT
+        while self._api.active and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_POLL)
+
     async def _drain(self) -> None:
         self._api.draining = True  # first, so that no request slips in between
         self._worker.drain()
@@ -151,6 +168,8 @@ class ServerProcess:
         deadline = asyncio.get_running_loop().time() + self._drain_timeout
         while self._api.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL)
+        if self._worker.state is WorkerState.FAILED:
+            self._status = 1
         if self._api.active:
             self._status = 1
             self._uvicorn.config.timeout_graceful_shutdown = 1
@@ -179,13 +198,14 @@ def serve(
     *,
     drain_timeout: float = 30.0,
     max_waiting: int = 256,
+    step_timeout: float = STEP_TIMEOUT,
 ) -> int:
     """Serve until told to stop; returns the exit status. Call it in the main thread: it handles signals."""
 
     async def run() -> int:
         return await ServerProcess(worker, options, drain_timeout=drain_timeout).run(sock)
 
-    worker = EngineWorker(load, max_waiting=max_waiting)
+    worker = EngineWorker(load, max_waiting=max_waiting, step_timeout=step_timeout)
     status = asyncio.run(run())
     stopper = threading.Thread(target=worker.stop, daemon=True)
     stopper.start()

@@ -195,6 +195,7 @@ def live_server(
     loaded: bool = True,
     max_waiting: int = 64,
     send_buffer: int | None = None,
+    step_timeout: float = 120.0,
     options: Mapping[str, Any] | None = None,
     make_engine: Callable[[], Engine] | None = None,
     **engine: Any,
@@ -212,7 +213,7 @@ def live_server(
         assert may_load.wait(20)
         return scripted_engine(script, folder, **engine) if make_engine is None else make_engine()
 
-    worker = EngineWorker(load, max_waiting=max_waiting)
+    worker = EngineWorker(load, max_waiting=max_waiting, step_timeout=step_timeout)
     api = Api(worker, ServerOptions(**{"model_name": MODEL, "keep_alive": 0.1, **(options or {})}))
     server = make_uvicorn(api)
     server.config.timeout_graceful_shutdown = 1

@@ -17,7 +17,11 @@ from minispec.server.run import serve
 def main() -> int:
     settings = json.loads(sys.argv[2])
     delay = settings.get("delay", 0.0)
-    script = Script(reply=lambda prompt: None if "endless" in prompt else "x" * 60, delay=delay)
+    script = Script(
+        reply=lambda prompt: None if "endless" in prompt else "x" * 60,
+        delay=delay,
+        fail_from=settings.get("fail_from", float("inf")),
+    )
 
     def load():
         time.sleep(settings.get("load_seconds", 0))

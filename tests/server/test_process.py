@@ -138,3 +138,20 @@ def test_signal_while_loading(start):
 def test_load_failure(start):
     process = start(load_seconds=0.2, load_error="the weights are broken; pull them again")
     assert process.end(10) == (1, "error: the weights are broken; pull them again\n")
+
+
+def test_a_fatal_fault_ends_the_process(start):
+    """Failure case i5: everyone is answered within a second, and whoever started the process is told."""
+    process = start(delay=0.01, fail_from=30)
+    process.wait_ready()
+    threads, answers = streams(process, "endless")
+    for thread in threads:
+        thread.join(10)
+    for status, text in answers:
+        *chunks, error = events_of(text)
+        assert status == 200 and chunks and error["error"]["code"] == "engine_error"
+    status, stderr = process.end(10)
+    assert status == 1
+    assert (
+        "error: the engine failed: EngineFailed: the target computes nothing any more: RuntimeError: scripted" in stderr
+    )
