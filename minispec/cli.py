@@ -1,4 +1,4 @@
-"""The command line: minispec serve | chat | generate | bench | tune-tree | pull.
+"""The command line: minispec serve | chat | generate | bench | tune-tree | compile | pull.
 
 Whatever needs torch is imported inside the commands, so that help and mistakes are answered at once.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import minispec
-from minispec.config import EngineConfig
+from minispec.config import DEVICES, EngineConfig
 from minispec.errors import ConfigError, MinispecError, RequestError
 from minispec.logs import FORMATS as LOG_FORMATS
 from minispec.logs import LEVELS as LOG_LEVELS
@@ -412,6 +412,84 @@ def tune_tree(
         nodes=nodes,
         as_json=as_json,
     )
+
+
+@cli.command("compile")
+@click.option("--target", metavar="MODEL", help="Also load this model, and check and time the step on it.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per physical core]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
+def compile_command(target: str | None, threads: int | None, as_json: bool) -> int:
+    """Compile the CPU's step now, instead of in the background of the first start on a machine."""
+    _set_threads(threads)
+    from minispec.compiled import compile_ahead
+
+    report = compile_ahead(target)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        for name, value in report.items():
+            click.echo(f"{name:12} {value}")
+    return 0
+
+
+@cli.command("train-draft")
+@click.option(
+    "--target",
+    required=True,
+    metavar="MODEL",
+    help="Model that the head is for: a pulled name, a folder, a .gguf file, or a Hugging Face id in the local cache.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Where the head, the report and the state of training go.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="M",
+    help="Time for all of it, loading apart.  [default: 60]",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Train on N tokens that the target writes, however long it takes, instead of --minutes.",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help='Prompts for the target to answer, one {"prompt": "…"} a line; a third of the conversations until they are '
+    "used up.  [default: the target writes them all itself]",
+)
+@click.option("--resume", is_flag=True, help="Go on with the run in --out that was interrupted.  [default: off]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of everything drawn.  [default: 0]")
+@click.option(
+    "--vocabulary",
+    type=click.IntRange(min=16),
+    default=8192,
+    metavar="N",
+    help="Tokens that the head can name, the commonest of the text.  [default: 8192]",
+)
+@click.option(
+    "--device", type=click.Choice(DEVICES), default="auto", help="auto is cuda if there is a GPU.  [default: auto]"
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads of the model.  [default: all cores]"
+)
+def train_draft(threads: int | None, **options: Any) -> int:
+    """Train a draft head for a model on text that the model writes itself, and measure it."""
+    if options["minutes"] is not None and options["tokens"] is not None:
+        raise click.UsageError("Give either --minutes or --tokens: both say how long to train.")
+    _set_threads(threads)
+    from minispec.train.run import TrainOptions, run_train_draft
+
+    return run_train_draft(TrainOptions(**options))
 
 
 @cli.command()

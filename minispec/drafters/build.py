@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from minispec import hub
+from minispec.drafters import shipped
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
 from minispec.drafters.fixed_tree import TreeShape
@@ -34,7 +35,7 @@ from minispec.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 AUTO = "ngram"
-"""What ``--draft auto`` means."""
+"""What ``--draft auto`` means, beside the head that is shipped for the target, if there is one."""
 BUILT_IN = ("auto", "none", "ngram", "suffix")
 """Names that need no files; besides them ``layers:N``, and models and heads by name or folder."""
 LAYERS = "layers:"
@@ -65,6 +66,12 @@ def parse(draft: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def settled(draft: str, target_folder: Path) -> str:
+    """The setting with ``auto`` replaced by what it means for this target."""
+    head = shipped.find(target_folder) if draft == "auto" else None
+    return draft if head is None else f"{head.name},{AUTO}"
+
+
 def model_names(draft: str) -> tuple[str, ...]:
     """The members that are models or heads, which may have to be pulled."""
     return tuple(name for name in parse(draft) if name not in BUILT_IN and not name.startswith(LAYERS))
@@ -76,6 +83,7 @@ def check(draft: str, target_folder: Path, max_context: int, tree: str | None = 
     Raises:
         ConfigError, ModelError: with the remedy.
     """
+    draft = settled(draft, target_folder)
     if tree is not None:
         TreeShape.from_file(Path(tree))
         if all(name in BUILT_IN for name in parse(draft)):
@@ -130,7 +138,8 @@ def load(
         ModelError: a draft is broken or not for this target.
     """
     shape = None if tree is None else TreeShape.from_file(Path(tree))
-    members = [_load_member(name, target, target_folder, shape, device or target.device) for name in parse(draft)]
+    names = parse(settled(draft, target_folder))
+    members = [_load_member(name, target, target_folder, shape, device or target.device) for name in names]
 
     def make(runner: ModelRunner, noise: Noise, pages: int, prefix_cache: bool) -> Drafter:
         drafters = [member.make(runner, noise, pages, prefix_cache) for member in members]
@@ -223,6 +232,8 @@ def _folder(name: str) -> Path:
     try:
         return hub.resolve(name)
     except ModelError as error:
+        if head := shipped.named(name):
+            return head
         if close := difflib.get_close_matches(name, BUILT_IN, n=1):
             raise ModelError(f"{error} Or did you mean --draft {close[0]}?") from error
         raise

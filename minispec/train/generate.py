@@ -7,7 +7,7 @@ text it can write itself. The hidden states that the head reads are recorded whi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from minispec.sampling import Noise
 from minispec.scheduler import Slot
 from minispec.tokenizer import Tokenizer
 from minispec.train.prompts import Opening
-from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Sample, Shard
+from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Sample
 
 _PAGE = 16
 _ROWS = 384
@@ -93,7 +93,10 @@ class _Conversation:
 
 
 class Generator:
-    """Writes shards of conversations with one target.
+    """Writes conversations with one target.
+
+    Attributes:
+        written: tokens so far, those of conversations that are not complete included.
 
     Args:
         target: the model.
@@ -110,6 +113,7 @@ class Generator:
         context = min(longest, target.config.max_position)
         pages = slots * -(-context // _PAGE)
         runner = runner_for(target, pages=pages, page_size=_PAGE, max_context=context)
+        self.written = 0
         self._recorder = Recorder(taps)
         self._tokenizer = tokenizer
         self._seed = seed
@@ -127,38 +131,51 @@ class Generator:
             eos_ids=tokenizer.eos_ids,
         )
 
-    def shard(
-        self, first: int, openings: Sequence[Opening], tick: Callable[[int], None] = lambda tokens: None
-    ) -> Shard:
-        """Write the conversations ``first``, ``first + 1``, … to the end.
+    def stream(
+        self, openings: Iterable[tuple[int, Opening]], tick: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Sample | None]]:
+        """Write conversations, always as many at once as there are slots.
 
-        The result depends on the arguments and the seed alone (and, by rounding, on the number of slots).
+        What is written depends on the number of the conversation, its opening and the seed, and on nothing else but
+        rounding. Closing the iterator drops those that are under way.
 
         Args:
-            openings: how they begin.
-            tick: told after every step how many tokens it brought.
+            openings: numbers of the conversations and how they begin.
+            tick: called before every step; may raise.
+
+        Yields:
+            (number, conversation), as they end; None where the opening leaves no room for an answer.
         """
-        conversations = [self._begin(first + i, opening) for i, opening in enumerate(openings)]
-        running: dict[Request, _Conversation] = {}
-        # the longest first, so that the end of a shard does not wait for one of them
-        for conversation in sorted(conversations, key=lambda c: -c.opening.max_tokens):
-            self._advance(conversation, running)
-        while running:
-            events = self._engine.step()
-            tick(sum(len(event.tokens) for event in events))
-            for event in events:
-                if event.finish_reason is not None:
-                    self._advance(running.pop(event.request), running)
-        return Shard([c.sample for c in conversations if c.sample is not None])
+        pending, running = iter(openings), dict[Request, _Conversation]()
+        try:
+            while True:
+                while len(running) < self._engine.scheduler.max_slots and (begun := next(pending, None)) is not None:
+                    conversation = self._begin(*begun)
+                    if not self._advance(conversation, running):
+                        yield conversation.index, conversation.sample
+                if not running:
+                    return
+                tick()
+                for event in self._engine.step():
+                    self.written += len(event.tokens)
+                    if event.finish_reason is not None:
+                        conversation = running.pop(event.request)
+                        if not self._advance(conversation, running):
+                            yield conversation.index, conversation.sample
+        finally:
+            for request in running:
+                self._engine.abort(request)
+                self._recorder.rows.pop(request, None)
 
     def _begin(self, index: int, opening: Opening) -> _Conversation:
         messages = _messages(opening.system, opening.start)
         prefix = self._tokenizer.apply_chat_template(messages, continue_final_message=True)
         return _Conversation(index, opening, prefix)
 
-    def _advance(self, conversation: _Conversation, running: dict[Request, _Conversation]) -> None:
-        """Queue the next part of a conversation, or keep its sample if there is none."""
+    def _advance(self, conversation: _Conversation, running: dict[Request, _Conversation]) -> bool:
+        """Queue the next part of a conversation; False, with its sample kept, if there is none."""
         opening, done = conversation.opening, conversation.request
+        request: Request | None
         if done is None and not opening.complete:
             params = SamplingParams(
                 temperature=1.0, top_p=0.95, max_tokens=opening.max_tokens, seed=self._key(conversation.index, 0)
@@ -166,17 +183,17 @@ class Generator:
             request = self._engine.make_request(conversation.prefix, params)
         elif done is None or done not in self._recorder.rows:
             conversation.user = opening.start + ("" if done is None else _whole(done))
-            request_or_none = self._answer(conversation)
-            if request_or_none is None:
-                return
-            request = request_or_none
+            request = self._answer(conversation)
+            if request is None:
+                return False
             self._recorder.rows[request] = []
         else:
             conversation.sample = self._sample(conversation, done, self._recorder.rows.pop(done))
-            return
+            return False
         conversation.request = request
         running[request] = conversation
         self._engine.add(request)
+        return True
 
     def _answer(self, conversation: _Conversation) -> Request | None:
         """The request for the answer, or None where the prompt leaves no room for one."""

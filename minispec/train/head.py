@@ -40,7 +40,7 @@ class _Differentiable:
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """After the second layer, half of them, and all but three: what other servers assume where a head does not say.
     Models of few layers have fewer to choose from."""
-    return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)}))
+    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)} - {num_layers}))
 
 
 def _is_assumed(taps: tuple[int, ...], num_layers: int) -> bool:
@@ -143,8 +143,12 @@ class TrainableHead:
         """[rows, taps * hidden], as tapped, to h: [rows, hidden]."""
         return self.forward.weights.fc(features.float() / self.scale)
 
-    def save(self, folder: Path, target: ModelConfig) -> None:
-        """Write the EAGLE-3 checkpoint (config.json, model.safetensors) in bfloat16, each file in one move."""
+    def save(self, folder: Path, target: ModelConfig, notes: Mapping[str, object] | None = None) -> None:
+        """Write the EAGLE-3 checkpoint (config.json, model.safetensors) in bfloat16, each file in one move.
+
+        Args:
+            notes: more entries of config.json.
+        """
         shape, own = self.config.layer, {name: p.detach().cpu() for name, p in self.parameters.items()}
         widths = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
         q, k, v = own["qkv"].split(widths)
@@ -195,6 +199,7 @@ class TrainableHead:
         }
         if not _is_assumed(self.config.taps, target.num_layers):
             config["eagle_aux_hidden_state_layer_ids"] = list(self.config.taps)
+        config |= notes or {}
         write(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
         write(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
@@ -233,4 +238,5 @@ def write(path: Path, how: Callable[[Path], object]) -> None:
     """Make a file in one move: ``how`` writes it under another name."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     how(hidden)
+    hidden.chmod(0o644)  # safetensors keeps its files to their owner
     hidden.replace(path)

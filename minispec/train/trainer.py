@@ -27,7 +27,8 @@ class Settings:
     Attributes:
         steps: of the optimizer.
         seed: of everything drawn.
-        rate: AdamW's learning rate at its peak; it rises over ``warmup`` steps and falls to nothing as a cosine.
+        rate: AdamW's learning rate; it rises over ``warmup`` steps, stays, and falls to nothing over the last ``decay``
+            of the run.
         rows: tokens of a batch, padding included.
         onset: share of the run after which each step of training-time test takes part; as many steps as entries.
         follow: share of the chains of a step that the next one follows.
@@ -40,6 +41,7 @@ class Settings:
     seed: int = 0
     rate: float = 2e-3
     warmup: int = 20
+    decay: float = 0.35
     rows: int = 2048
     onset: tuple[float, ...] = (0.0, 0.08, 0.16, 0.3)
     follow: float = 0.6
@@ -96,26 +98,34 @@ class Trainer:
         return self.step >= self.settings.steps
 
     @property
-    def epochs(self) -> float:
-        """Epochs behind it."""
-        return self._epoch + (self.step - self._first) / max(len(self._batches), 1) if self._epoch >= 0 else 0.0
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        return self.step / max(self.settings.steps, 1)
+
+    @property
+    def epoch_batches(self) -> int:
+        """Steps of the epoch under way."""
+        return len(self._batches)
 
     def advance(self) -> int:
         """Make one optimizer step; returns the tokens of its batch."""
-        chosen = self._next_batch()
-        batch = join([self.examples[i] for i in chosen], self._device)
+        batch = self.batch()
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         self.optimizer.zero_grad(set_to_none=True)
         loss, first, named = self._loss(batch, generator)
-        if math.isfinite(float(loss)):
+        if math.isfinite(float(loss.detach())):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters.values(), 1.0)
             self.optimizer.step()
         self.step += 1
         self.curve.append((self.step, first, named))
         return batch.starts[-1]
+
+    def batch(self) -> Batch:
+        """What the next step is made on."""
+        return join([self.examples[i] for i in self._next_batch()], self._device)
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on."""
@@ -180,7 +190,7 @@ class Trainer:
     def _rate(self) -> float:
         s = self.settings
         rising = min(1.0, (self.step + 1) / max(s.warmup, 1))
-        falling = 0.5 * (1 + math.cos(math.pi * min(self.step / max(s.steps, 1), 1.0)))
+        falling = min(1.0, (1 - self.progress) / s.decay)
         return s.rate * rising * max(falling, 0.01)
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, float, float]:
@@ -192,7 +202,7 @@ class Trainer:
         weight = norm = 1.0
         unroll: Unroll | None = None
         for step, onset in enumerate(s.onset):
-            if self.step < onset * s.steps:
+            if self.progress < onset:
                 break
             if unroll is None:
                 unroll = Unroll(self.head, batch)
@@ -213,7 +223,7 @@ class Trainer:
             mean = (losses * importance).sum() / importance.sum()
             total = total + weight * mean
             if step == 0:
-                first = float(mean)
+                first = float(mean.detach())
                 best = batch.best[rows]
                 guess = logits.detach().argmax(-1)
                 named = float(((guess if vocabulary is None else vocabulary[guess]) == best).float().mean())
@@ -221,7 +231,7 @@ class Trainer:
             behind = keep[(batch.classes[rows] == ANSWER)]
             lucky = torch.rand(len(behind), generator=generator) < s.follow
             behind = behind[lucky.to(behind.device)]
-            if step + 1 < len(s.onset) and self.step >= s.onset[step + 1] * s.steps and len(behind):
+            if step + 1 < len(s.onset) and self.progress >= s.onset[step + 1] and len(behind):
                 unroll.advance(behind)
             else:
                 break

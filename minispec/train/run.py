@@ -1,0 +1,392 @@
+"""``minispec train-draft``: the target writes text, a head is trained on it, and what it is worth is measured.
+
+The three parts share the time given. What time decides (how much text there is, how many steps are made) is written down
+once decided, so that a run which goes on after an interruption follows the curve that it would have followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from minispec import hub
+from minispec.bench.run import read_prompts
+from minispec.drafters import shipped
+from minispec.errors import ConfigError, ModelError
+from minispec.load import model_name
+from minispec.model.llama import Llama
+from minispec.runner import resolve_device, resolve_dtype
+from minispec.tokenizer import Tokenizer
+from minispec.train import report as reporting
+from minispec.train.data import Example, Labeller, choose_vocabulary
+from minispec.train.folder import Recipe, RunFolder
+from minispec.train.generate import Generator
+from minispec.train.head import TrainableHead, default_taps, write
+from minispec.train.prompts import Opening, opening
+from minispec.train.shards import ANSWER, GIVEN, Sample
+from minispec.train.trainer import Quality, Settings, Trainer
+
+log = logging.getLogger(__name__)
+
+VOCABULARY = 8192
+_SHARD = 64  # conversations in a file
+_SLOTS = {"cpu": 96, "cuda": 384}  # conversations written at once
+_ROWS = {"cpu": 2048, "cuda": 8192}  # tokens of a batch
+_GENERATE, _TRAIN = 0.45, 0.88  # shares of the time after which text and training are done
+_EPOCHS = 4
+_MOST_EPOCHS = 12  # however much time there is
+_HELD_OUT, _CHECKED = 16, 32  # every 16th conversation is held out; at most 32 of them are looked at on the way
+_CHECKS = 10  # times that they are
+_REPORTED = 16  # held-out conversations that the report continues
+_CHECKPOINT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What ``minispec train-draft`` was asked for.
+
+    Attributes:
+        target: the model, as in ``--target``.
+        out: folder for the head, the report and the training state.
+        minutes: time for all of it; without it and ``tokens``, 60.
+        tokens: text to train on instead, in tokens that the target writes; it is gone over ``_EPOCHS`` times.
+        prompts: file of prompts to answer, mixed with those that the target writes.
+        resume: go on with the run in ``out``.
+        seed: of everything drawn.
+        device: ``auto``, ``cuda`` or ``cpu``.
+        vocabulary: tokens that the head has logits for.
+    """
+
+    target: str
+    out: Path
+    minutes: float | None = None
+    tokens: int | None = None
+    prompts: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    device: str = "auto"
+    vocabulary: int = VOCABULARY
+
+
+class _Interrupted(Exception):
+    """Ctrl-C came; what there is has been written."""
+
+
+def run_train_draft(options: TrainOptions) -> int:
+    """Train; returns the exit status, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError, ModelError: a setting, a file or the model cannot be used.
+    """
+    if options.minutes is not None and options.tokens is not None:
+        raise ConfigError("--minutes and --tokens both say how long to train; give one of them")
+    try:
+        from matplotlib.figure import Figure  # noqa: F401
+    except ImportError:
+        raise ConfigError("train-draft draws its curves with matplotlib: pip install 'minispec[plot]'") from None
+    folder = hub.resolve(options.target)
+    prompts = [prompt.text for prompt in read_prompts(options.prompts)] if options.prompts else []
+    tokenizer = Tokenizer.from_folder(folder)
+    if not tokenizer.chat_template.sources:
+        raise ModelError(
+            f"{folder} has no chat template, and a head is trained on conversations; add one to the folder"
+        )
+    device = resolve_device(options.device)
+    dtype = training_dtype(device)
+    recipe = Recipe(
+        target=shipped.fingerprint(folder),
+        seed=options.seed,
+        minutes=60.0 if options.minutes is None and options.tokens is None else options.minutes,
+        tokens=options.tokens,
+        vocabulary=options.vocabulary,
+        prompts=hashlib.sha256(options.prompts.read_bytes()).hexdigest() if options.prompts else None,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    run = RunFolder.open(options.out, recipe, resume=options.resume)
+    console = Console(stderr=True)
+    console.print(f"Loading {options.target} in {recipe.dtype} on {device.type}")
+    target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
+    with _interruptible() as stopped:
+        job = _Job(run, target, tokenizer, model_name(options.target), prompts, console, stopped)
+        try:
+            job.generate()
+            job.train()
+            job.report()
+        except _Interrupted as interrupted:
+            console.print(f"Stopped: {interrupted} Go on with --resume and the same options.")
+            return 130
+    return 0
+
+
+def training_dtype(device: torch.device) -> torch.dtype:
+    """In which a target writes a hundred conversations at once. On a CPU without AMX float32 multiplies large matrices
+    nearly twice as fast as bfloat16."""
+    if device.type == "cpu" and not torch.cpu.get_capabilities().get("amx_bf16"):
+        return torch.float32
+    return resolve_dtype("auto", device)
+
+
+class _Job:
+    """One run, part by part."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        target: Llama,
+        tokenizer: Tokenizer,
+        name: str,
+        prompts: Sequence[str],
+        console: Console,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._run = run
+        self._target = target
+        self._tokenizer = tokenizer
+        self._name = name
+        self._prompts = prompts
+        self._console = console
+        self._stopped = stopped
+        self._taps = default_taps(target.config.num_layers)
+        self._before = float(run.notes["seconds"])
+        self._begun = time.monotonic()
+        self._checks: list[tuple[int, Quality]] = []
+
+    @property
+    def _seconds(self) -> float:
+        """Time used so far, in earlier sessions too."""
+        return self._before + time.monotonic() - self._begun
+
+    @property
+    def _limit(self) -> float | None:
+        minutes = self._run.recipe.minutes
+        return None if minutes is None else 60 * minutes
+
+    # --- text --------------------------------------------------------------------------------------------------------
+
+    def generate(self) -> None:
+        """Let the target write until there is enough."""
+        run, recipe = self._run, self._run.recipe
+        if run.notes.get("generated"):
+            return
+        slots = _SLOTS[self._target.device.type]
+        if self._limit is not None:
+            # a run of few minutes has no time for so many that begin together and end together
+            slots = min(slots, max(16, int(recipe.minutes or 0) * 12))
+        generator = Generator(self._target, self._tokenizer, (*self._taps, self._target.config.num_layers),
+                              seed=recipe.seed, slots=slots)  # fmt: skip
+        first = len(run.shards) * _SHARD
+        kept: dict[int, Sample | None] = {}
+        before, begun = run.tokens, time.monotonic()
+        columns = (TextColumn("writing text"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"),
+                   TextColumn("{task.fields[speed]:.0f}/s"), TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            total = recipe.tokens or _GENERATE * (self._limit or 0.0)
+            task = progress.add_task("", total=total, tokens=before, speed=0.0)
+            openings = ((index, self._opening(index)) for index in itertools.count(first))
+            for index, sample in generator.stream(openings, self._check_stopped):
+                kept[index] = sample
+                speed = generator.written / (time.monotonic() - begun)
+                done = before + sum(_written(s) for s in kept.values())
+                progress.update(task, completed=done if recipe.tokens else self._seconds, tokens=done, speed=speed)
+                while all(i in kept for i in range(first, first + _SHARD)):
+                    samples = [kept.pop(i) for i in range(first, first + _SHARD)]
+                    run.add([s for s in samples if s is not None])
+                    before, first = run.tokens, first + _SHARD
+                    run.note(seconds=self._seconds)
+                if recipe.tokens is not None and before >= recipe.tokens:
+                    break
+                if self._limit is not None and self._seconds > _GENERATE * self._limit:
+                    break
+        if recipe.tokens is None and (rest := [s for s in kept.values() if s is not None]):
+            run.add(rest)
+        if run.tokens == 0:
+            raise ConfigError("--minutes is too short for the target to write a single conversation here; give more")
+        run.note(seconds=self._seconds, generated=True, conversations=sum(1 for _ in run.samples()), tokens=run.tokens)
+        self._console.print(f"{self._name} wrote {run.tokens:,} tokens in {run.notes['conversations']:,} conversations")
+
+    def _opening(self, index: int) -> Opening:
+        # a prompt of the file every third time, until each was used
+        if index % 3 == 0 and index // 3 < len(self._prompts):
+            return Opening("file", None, self._prompts[index // 3], 0, complete=True)
+        return opening(self._run.recipe.seed, index)
+
+    def _check_stopped(self) -> None:
+        if self._stopped():
+            self._run.note(seconds=self._seconds)
+            raise _Interrupted(f"{self._run.tokens:,} tokens of text are kept; there is no head yet.")
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train on the text, from the last checkpoint on if there is one."""
+        run, recipe = self._run, self._run.recipe
+        samples = run.samples()
+        learnt = [s for i, s in enumerate(samples) if i % _HELD_OUT] or samples
+        self._held_out = samples[::_HELD_OUT]
+        ids = choose_vocabulary(learnt, self._target, recipe.vocabulary)
+        features = torch.cat([s.features for s in learnt[: 4096 // 16]])
+
+        def start() -> TrainableHead:
+            return TrainableHead.start(self._target, ids, self._taps, features, recipe.seed)
+
+        head = start()
+        labeller = Labeller(self._target, ids, head.scale)
+        examples = [labeller(sample) for sample in learnt]
+        checked = [labeller(sample) for sample in self._held_out[:_CHECKED]]
+        self._settings = self._decide(start, examples)
+        self._trainer = trainer = Trainer(head, examples, self._settings)
+        if (state := run.last_checkpoint()) is not None:
+            trainer.restore(state)
+            self._checks = [(step, Quality(tuple(a), c, loss)) for step, a, c, loss in state["checks"]]
+        columns = (TextColumn("training"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
+                   TextColumn("{task.fields[tokens]:,} tokens"), TextColumn("loss {task.fields[loss]:.3f}"),
+                   TextColumn("acceptance {task.fields[chain]}"), TimeRemainingColumn())  # fmt: skip
+        saved = time.monotonic()
+        tokens = 0
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=self._settings.steps, tokens=0, loss=0.0, chain="-")
+            every = max(self._settings.steps // _CHECKS, 1)
+            while True:
+                if trainer.step % every == 0 or trainer.done:
+                    self._look(checked)
+                    progress.update(task, chain=f"{self._checks[-1][1].chain:.2f}")
+                if trainer.done:
+                    break
+                if self._stopped():
+                    self._save()
+                    raise _Interrupted(f"the head of step {trainer.step} is in {run.out} and can be used.")
+                tokens += trainer.advance()
+                progress.update(task, completed=trainer.step, tokens=tokens, loss=trainer.curve[-1][1])
+                if time.monotonic() - saved > _CHECKPOINT_SECONDS:
+                    self._save()
+                    saved = time.monotonic()
+        self._save()
+
+    def _decide(self, start: Callable[[], TrainableHead], examples: Sequence[Example]) -> Settings:
+        """How many steps; once for all."""
+        run = self._run
+        device = self._target.device.type
+        base: dict[str, Any] = {
+            "seed": run.recipe.seed,
+            "rows": _ROWS[device],
+            # a GPU has the time for the whole softmax
+            "negatives": 1024 if device == "cpu" else None,
+        }
+        if "steps" not in run.notes:
+            # two steps of a head that is thrown away, with all of training-time test
+            trial = Trainer(start(), examples, Settings(steps=2, **base, onset=(0.0,) * len(Settings(1).onset)))
+            trial.advance()
+            begun = time.monotonic()
+            trial.advance()
+            second = time.monotonic() - begun
+            epoch = trial.epoch_batches
+            steps = _EPOCHS * epoch
+            if self._limit is not None:
+                steps = int((_TRAIN * self._limit - self._seconds) / max(second, 1e-6) / 1.1)
+            run.note(steps=max(min(steps, _MOST_EPOCHS * epoch), 8), epoch=epoch)
+        return Settings(steps=run.notes["steps"], **base)
+
+    def _look(self, examples: Sequence[Example]) -> None:
+        step = self._trainer.step
+        if not self._checks or self._checks[-1][0] < step:
+            self._checks.append((step, self._trainer.evaluate(examples)))
+
+    def _save(self) -> None:
+        """The head, for whoever wants to use it, and the state of training."""
+        run = self._run
+        self._trainer.head.save(
+            run.out,
+            self._target.config,
+            {
+                shipped.KEY: {"name": self._name, "fingerprint": run.recipe.target},
+                "minispec_training": {
+                    "seed": run.recipe.seed,
+                    "tokens": run.notes["tokens"],
+                    "step": self._trainer.step,
+                    "steps": self._settings.steps,
+                },
+            },
+        )
+        checks = [(step, list(q.accuracy), q.chain, q.loss) for step, q in self._checks]
+        run.checkpoint({**self._trainer.state(), "checks": checks})
+        run.note(seconds=self._seconds)
+
+    # --- report ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        """Measure the head on held-out text, and write and print what came of it."""
+        run, trainer = self._run, self._trainer
+        head = trainer.head
+        labeller = Labeller(self._target, head.ids, head.scale)
+        quality = trainer.evaluate([labeller(sample) for sample in self._held_out])
+        prompts = [_prompt(sample) for sample in self._held_out[:_REPORTED]]
+        self._console.print(f"Measuring the head on {len(prompts)} held-out conversations")
+        lengths = reporting.measure(run.out, self._target, prompts, self._tokenizer.eos_ids)
+        data: dict[str, Any] = {
+            "target": self._name,
+            "seed": run.recipe.seed,
+            "tokens": run.notes["tokens"],
+            "conversations": run.notes["conversations"],
+            "steps": trainer.step,
+            "epochs": round(trainer.step / run.notes["epoch"], 2),
+            "parameters": sum(p.numel() for p in head.parameters.values()),
+            "vocabulary": len(head.ids),
+            "taps": list(self._taps),
+            "heldout": {"conversations": len(self._held_out), "measured": len(prompts)},
+            "quality": asdict(quality),
+            "acceptance_length": lengths,
+            "seconds": round(self._seconds, 1),
+            "curves": str(run.out / "curves.png"),
+            "sha256": hashlib.sha256((run.out / "model.safetensors").read_bytes()).hexdigest(),
+        }
+        text = json.dumps(data)
+        write(run.out / "report.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        reporting.draw(run.out / "curves.png", trainer.curve, self._checks)
+        Console().print(reporting.table(data))
+        run.note(seconds=self._seconds)
+        print(text)
+
+
+def _written(sample: Sample | None) -> int:
+    return 0 if sample is None else int((sample.classes != GIVEN).sum())
+
+
+def _prompt(sample: Sample) -> list[int]:
+    """What comes before the answer."""
+    answer = int((sample.classes == ANSWER).nonzero()[0])
+    tokens: list[int] = sample.tokens[:answer].tolist()
+    return tokens
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the step at hand is finished first. Pressed twice, it interrupts as usual."""
+    pressed = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)
