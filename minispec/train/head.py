@@ -79,7 +79,11 @@ class TrainableHead:
         self, config: EagleConfig, parameters: Mapping[str, Tensor], scale: Tensor, ids: Tensor, target: Llama
     ) -> None:
         self.config = config
-        self.parameters = {name: nn.Parameter(tensor.float()) for name, tensor in parameters.items()}
+        self.parameters = {
+            # copies: one of them is the target's own norm
+            name: nn.Parameter(tensor.to(torch.float32, copy=True))
+            for name, tensor in parameters.items()
+        }
         self.scale = scale.float()
         self.ids = ids
         self.output = target.head.weight[ids.to(target.device)].float()
