@@ -126,6 +126,7 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
         "requests_running": ("Requests that hold a slot.", len(scheduler.running)),
         "requests_waiting": ("Requests that wait for a slot.", len(scheduler.waiting)),
         "kv_pages_used": ("Pages of the KV cache that requests hold.", used),
+        "kv_pages_free": ("Pages that hold nothing.", pool.free),
         "kv_pages_cached": ("Pages that nobody holds and the prefix cache remembers.", pool.cached),
         "kv_pages": ("Pages of the KV cache in all.", pool.total),
         "kv_cache_usage_perc": ("Share of the KV cache that requests hold; 1 is all of it.", used / pool.total),
