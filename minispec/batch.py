@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,10 +44,13 @@ class Span:
     first_key: int = 0
 
     @staticmethod
-    def chunk(tokens: Sequence[int], pages: Sequence[int], num_cached: int, *, sample_last: bool) -> Span:
-        """A run of text behind the prefix."""
+    def chunk(
+        tokens: Sequence[int], pages: Sequence[int], num_cached: int, *, sample_last: bool, sample_all: bool = False
+    ) -> Span:
+        """A run of text behind the prefix. Sampled are all its rows, the last, or none."""
         n = len(tokens)
-        return Span(tokens, pages, num_cached, range(n), None, (n - 1,) if sample_last else ())
+        samples = range(n) if sample_all else range(n - 1, n) if sample_last else ()
+        return Span(tokens, pages, num_cached, range(n), None, samples)
 
     @staticmethod
     def tree(tree: DraftTree, pages: Sequence[int], num_cached: int) -> Span:
@@ -167,6 +171,11 @@ class StepBatch:
                 for mask in self.visible
             )
         return self._biases[key]
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What is derived from the batch once a step and shared by all layers, under keys of those who derive it."""
+        return {}
 
     @cached_property
     def _biases(self) -> dict[tuple[torch.dtype, int], tuple[Tensor | None, ...]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minispec.batch import Span
+from minispec.request import TokenLogprobs
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
@@ -59,7 +60,13 @@ class Part:
         if self.tree is not None:
             return Span.tree(self.tree, slot.pages, slot.num_cached)
         tokens = slot.request.tokens[slot.num_cached : slot.num_cached + self.count]
-        return Span.chunk(tokens, slot.pages, slot.num_cached, sample_last=self.completes)
+        return Span.chunk(
+            tokens,
+            slot.pages,
+            slot.num_cached,
+            sample_last=self.completes,
+            sample_all=slot.request.wants_prompt_logprobs,
+        )
 
     def smaller(self, error: Exception) -> Part | None:
         """What to try instead: a tree without its drafts, half a chunk where memory was short; None if nothing."""
@@ -72,10 +79,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Done:
-    """A part that was computed. ``acceptance`` is None for a chunk that leaves tokens pending."""
+    """A part that was computed. ``acceptance`` is None for a chunk that leaves tokens pending; ``logprobs`` has one for
+    each of its tokens, where the request wants them."""
 
     part: Part
     acceptance: Acceptance | None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -37,7 +38,7 @@ from minispec.drafting import Drafting
 from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
 from minispec.model.llama import Taps
-from minispec.request import FinishReason, Request, SamplingParams, TokenEvent
+from minispec.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from minispec.sampler import Sampler
 from minispec.sampling import Noise
 from minispec.scheduler import Scheduler, Slot
@@ -182,8 +183,8 @@ class Engine:
         ``max_tokens`` is a cap: where the context has less room, the room ends the request.
 
         Raises:
-            RequestError: the prompt is empty, holds ids outside the vocabulary, or leaves no room to generate; or the
-                output format cannot be used.
+            RequestError: the prompt is empty, holds ids outside the vocabulary, or leaves no room to generate; the
+                parameters name ids outside it; or the output format cannot be used.
         """
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
@@ -212,6 +213,7 @@ class Engine:
                 f"there is no drafter {min(unknown)!r} here; loaded: {', '.join(names)}",
                 param="speculation.drafters",
             )
+        params.check_vocabulary(self.runner.vocab_size)
         room = self.room - len(prompt)
         return Request(
             id=request_id or f"req-{next(self._ids)}",
@@ -319,17 +321,23 @@ class Engine:
         taps = Taps(self._drafting.taps) if self._drafting.taps else None
         logits = self.runner.forward(spans, taps=taps)
         self._at("sample", requests)
-        samples = self._sample(
-            logits,
-            [part.slot.request for part in chunks if part.completes],
-            [(part.slot.request, part.tree) for part in trees if part.tree is not None],
+        logits = self._sampler.score_prompts(
+            logits, [(part.slot.request, part.slot.num_cached, part.count) for part in chunks]
         )
+        beginning = [part.slot.request for part in chunks if part.completes]
+        decoding = [(part.slot.request, part.tree) for part in trees if part.tree is not None]
+        samples = self._sample(logits, beginning, decoding)
         self._at("commit", requests)
         first_tokens, accepted = settle(
             self.runner.kv,
             samples,
-            [part.tree for part in trees if part.tree is not None],
+            [tree for _, tree in decoding],
             [(part.slot.pages, part.slot.num_cached) for part in trees],
+        )
+        logprobs = self._sampler.logprobs(
+            logits,
+            list(zip(beginning, first_tokens, strict=True)),
+            [(*pair, acceptance) for pair, acceptance in zip(decoding, accepted, strict=True)],
         )
         self.stats.forward_rows += sum(part.rows for part in parts)
         if taps is not None:
@@ -338,14 +346,12 @@ class Engine:
                 if not part.slot.request.finished:
                     self._drafting.observe(part.slot, own)
         first = iter(first_tokens)
-        results: list[Result] = [
-            Done(part, Acceptance((0,), (next(first),)) if part.completes else None) for part in chunks
-        ]
+        results = [Done(part, Acceptance((0,), (next(first),)) if part.completes else None) for part in chunks]
         results += [Done(part, acceptance) for part, acceptance in zip(trees, accepted, strict=True)]
         return [
             Failed(result.part, "sample", NotFinite("the target's logits are not finite"))
-            if isinstance(result, Done) and result.acceptance is not None and NO_TOKEN in result.acceptance.tokens
-            else result
+            if result.acceptance is not None and NO_TOKEN in result.acceptance.tokens
+            else replace(result, logprobs=logprobs.get(result.part.slot.request, ()))
             for result in results
         ]
 
@@ -374,10 +380,12 @@ class Engine:
         if tree is None:
             slot.num_cached += result.part.count
             self.scheduler.remember(slot)
-            return self._append(request, result.acceptance.tokens) if result.acceptance is not None else None
+            if result.acceptance is None:
+                return None
+            return self._append(request, result.acceptance.tokens, result.logprobs)
         acceptance = result.acceptance
         assert acceptance is not None
-        event = self._append(request, acceptance.tokens)
+        event = self._append(request, acceptance.tokens, result.logprobs)
         emitted = len(event.tokens)
         # drafts behind the cut are not part of the text; the bonus token is no draft
         kept = acceptance.path[1 : emitted + 1]
@@ -391,14 +399,14 @@ class Engine:
             self._drafting.accept(slot, tree, acceptance)
         return event
 
-    def _append(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
+    def _append(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> TokenEvent:
         if request.first_token is None:
             request.first_token = time.monotonic()
             self.stats.prompt_tokens += len(request.prompt)
         before = request.num_output
         try:
             self._at("detokenise", [request])
-            appended, text = request.append(tokens)
+            appended, text = request.append(tokens, logprobs)
         except Exception as error:
             self.stats.generated_tokens += request.num_output - before
             request.finish_reason = None  # nobody has heard of an end yet
@@ -406,7 +414,7 @@ class Engine:
         self.stats.generated_tokens += len(appended)
         if request.finish_reason is not None:
             self.stats.finished[request.finish_reason.value] += 1
-        return TokenEvent(request, appended, text, request.finish_reason)
+        return TokenEvent(request, appended, text, request.finish_reason, logprobs[: len(appended)])
 
     def _fail(self, request: Request, stage: str, error: Exception) -> TokenEvent:
         """End a request that cannot be gone on with. Its slot is still to be released."""

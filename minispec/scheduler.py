@@ -218,7 +218,10 @@ class Scheduler:
     def _seat(self, request: Request, usable: Callable[[Request, int], int]) -> Slot | None:
         """A slot with pages for all of the request's tokens; None, and nothing changes, if there are too few."""
         chain = self.pool.match(request.owner, request.tokens[:-1])
-        del chain[usable(request, len(chain) * self.page_size) // self.page_size :]
+        positions = usable(request, len(chain) * self.page_size)
+        if request.wants_prompt_logprobs:  # each scored token needs the row before it
+            positions = min(positions, max(len(request.prompt_logprobs) - 1, 0))
+        del chain[positions // self.page_size :]
         index = min(set(range(self.max_slots)) - {slot.index for slot in self.running})
         slot = Slot(index, request, len(chain) * self.page_size, [node.page for node in chain], chain)
         self.pool.share(slot.pages)

@@ -342,7 +342,7 @@ def _sample(s: Shapes, device: torch.device, rows: int, kind: str) -> Problem:
     logits = torch.randn(rows, s.vocab, device=device) * 3
     sampling, noise = _sampling(rows, kind, device), Noise(s.vocab, device)
     edits = _edits(s, device, rows) if kind == "edited" else None
-    passes = 1 if kind != "edited" else 5  # edited logits are written and read again, next to three tables
+    passes = 1 if kind != "edited" else 5  # edited logits are copied, masked, put back and read again
     return Problem(
         lambda: kernels.sample(logits, sampling, noise, edits),
         lambda: differing(
@@ -353,16 +353,19 @@ def _sample(s: Shapes, device: torch.device, rows: int, kind: str) -> Problem:
 
 
 def _edits(s: Shapes, device: torch.device, rows: int) -> LogitEdits:
-    per_slot = torch.ones(1, device=device)
+    per_slot, touched = torch.ones(1, device=device), min(1000, s.vocab)
     return LogitEdits(
+        rows=torch.arange(rows, device=device),
         slot=torch.zeros(rows, dtype=torch.int64, device=device),
         path=torch.randint(-1, s.vocab, (rows, 8), device=device),
-        counts=torch.randint(0, 3, (1, s.vocab), dtype=torch.int32, device=device),
-        prompt=torch.rand(1, s.vocab, device=device) < 0.1,
+        tokens=torch.randperm(s.vocab, device=device)[None, :touched],
+        counts=torch.randint(0, 3, (1, touched), dtype=torch.int32, device=device),
+        prompt=torch.rand(1, touched, device=device) < 0.1,
+        bias=torch.randn(1, touched, device=device),
         repetition=per_slot * 1.2,
         frequency=per_slot * 0.3,
         presence=per_slot * 0.1,
-        bias=torch.randn(1, s.vocab, device=device),
+        banned=torch.tensor([[0, 7]], device=device),
         allowed=torch.randint(-(2**31), 2**31, (rows, -(-s.vocab // 32)), dtype=torch.int64, device=device).int(),
     )
 

@@ -154,19 +154,22 @@ def _top_children(kind: str, k: int) -> None:
 
 
 def _edit_logits() -> None:
-    per_slot, table = _empty(8), _empty(8, _VOCAB)
+    per_slot, index = _empty(8), _empty(8, dtype=torch.int64)
     edits = LogitEdits(
-        slot=_empty(8, dtype=torch.int64),
+        rows=index,
+        slot=index,
         path=_empty(8, 16, dtype=torch.int64),
-        counts=_empty(8, _VOCAB, dtype=torch.int32),
-        prompt=_empty(8, _VOCAB, dtype=torch.bool),
+        tokens=_empty(8, 1000, dtype=torch.int64),
+        counts=_empty(8, 1000, dtype=torch.int32),
+        prompt=_empty(8, 1000, dtype=torch.bool),
+        bias=_empty(8, 1000),
         repetition=per_slot,
         frequency=per_slot,
         presence=per_slot,
-        bias=table,
+        banned=_empty(8, 2, dtype=torch.int64),
         allowed=_empty(8, _VOCAB // 32, dtype=torch.int32),
     )
-    edit_logits_triton(table, edits)
+    edit_logits_triton(_empty(8, _VOCAB), edits)
 
 
 def _verify() -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
 from minispec.kernels._triton import cdiv, jit, power_of_2
+from minispec.kernels.blocks import argmax
 from minispec.kernels.edit_logits import LogitEdits, edit_logits_ref, edit_logits_triton
-from minispec.kernels.support import support_floor_triton
+from minispec.kernels.support import support_floor_triton, supports
 from minispec.sampling import Noise, SamplingBatch
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: Log
     """Torch reference, and the path of a CPU.
 
     Args:
-        logits: [samples, vocab] float32.
+        logits: [samples, vocab] float32; not changed.
         sampling: how each row is drawn.
         noise: source of the keyed noise.
         edits: penalties, bias and grammar, applied before anything else.
@@ -39,45 +40,50 @@ def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: Log
     Returns:
         [samples] int64 token ids.
     """
-    if edits is not None:
-        logits = edit_logits_ref(logits, edits)
+    if edits is None:
+        return _draw(logits, sampling, noise)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    tokens[edits.rows] = _draw(edit_logits_ref(logits, edits), sampling.select(edits.rows), noise)
+    plain = torch.ones_like(tokens, dtype=torch.bool)
+    plain[edits.rows] = False
+    if rest := plain.nonzero()[:, 0].tolist():
+        others = torch.tensor(rest, device=logits.device)
+        tokens[others] = _draw(logits[others], sampling.select(others), noise)
+    return tokens
+
+
+def _draw(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+    """Each kind of row the cheapest way: greedy ones need no noise, truncated ones noise for their support only."""
     if sampling.greedy:
-        return logits.argmax(-1)
+        return argmax(logits)
     sampled = sampling.temperature > 0
-    scale = torch.where(sampled, sampling.temperature, 1.0)[:, None]
-    scores = (logits - logits.amax(-1, keepdim=True)) / scale  # the best is 0, so no temperature overflows
-    noisy = scores + noise.rows(sampling.keys)[:, : scores.shape[-1]] * sampled[:, None]
-    if not sampling.truncated:
-        return noisy.argmax(-1)
-    return _draw_within_support(scores, noisy, sampling, sampled)
+    limited = sampled & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for kind, draw in ((~sampled, _draw_greedy), (sampled & ~limited, _draw_from_all), (limited, _draw_from_support)):
+        rows = kind.nonzero()[:, 0]
+        if len(rows) == len(tokens):
+            return draw(logits, sampling, noise)
+        if len(rows):
+            tokens[rows] = draw(logits[rows], sampling.select(rows), noise)
+    return tokens
 
 
-def _draw_within_support(scores: Tensor, noisy: Tensor, sampling: SamplingBatch, sampled: Tensor) -> Tensor:
-    """Argmax of ``noisy`` over each row's support, by trying the best candidate first.
+def _draw_greedy(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+    return argmax(logits)
 
-    A candidate belongs to the top-p set iff the tokens strictly above it have mass below top_p: one masked sum instead
-    of a sort. One that does not rules out everything at or below its score.
-    """
-    vocab = scores.shape[-1]
-    floor = torch.log(sampling.min_p)[:, None]  # log 0 = -inf: off
-    top_k = torch.where((sampling.top_k <= 0) | (sampling.top_k > vocab), vocab, sampling.top_k)
-    if int(smallest := top_k.min()) < vocab:
-        widest = int(top_k[top_k < vocab].max()) if smallest < vocab else 0
-        ranked = scores.topk(widest, dim=-1).values
-        kth = ranked.gather(-1, (top_k.clamp(max=widest) - 1)[:, None])
-        floor = torch.maximum(floor, torch.where(top_k[:, None] < vocab, kth, float("-inf")))
-    outside = scores < floor
-    noisy = noisy.masked_fill(outside, float("-inf"))
-    weights = scores.exp().masked_fill(outside, 0.0)
-    limit = sampling.top_p * weights.sum(-1)
-    while True:
-        token = noisy.argmax(-1)
-        value = scores.gather(-1, token[:, None])
-        above = torch.where(scores > value, weights, 0.0).sum(-1)
-        done = (above < limit) | (value[:, 0] >= 0) | (sampling.top_p >= 1) | ~sampled
-        if bool(done.all()):
-            return token
-        noisy = noisy.masked_fill((scores <= value) & ~done[:, None], float("-inf"))
+
+def _draw_from_all(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+    scores = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature[:, None]  # at most 0: nothing overflows
+    return argmax(scores.add_(noise.rows(sampling.keys)[:, : scores.shape[-1]]))
+
+
+def _draw_from_support(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for rows, candidates in supports(logits, sampling):
+        keys = [sampling.keys[i] for i in rows.tolist()]
+        drawn = (candidates.scores + noise.at(keys, candidates.tokens)).argmax(-1, keepdim=True)
+        tokens[rows] = candidates.tokens.gather(-1, drawn)[:, 0]
+    return tokens
 
 
 def sample_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: LogitEdits | None = None) -> Tensor:
@@ -87,7 +93,7 @@ def sample_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: 
     if rows == 0:
         return out
     if edits is not None:
-        logits = edit_logits_triton(logits, edits)
+        logits = logits.index_copy(0, edits.rows, edit_logits_triton(logits, edits))
     chunks = cdiv(vocab, BLOCK)
     value = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     token = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)

@@ -13,22 +13,108 @@ takes about ten of them. Bound by that latency, not by the device's memory; rows
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minispec.kernels._triton import jit
+from minispec.kernels.blocks import topk
 from minispec.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-_RANKED = 256  # tokens looked at before whole rows are sorted; a support is rarely wider
+_WIDTHS = 64, 1024
+"""How many of the likeliest tokens are looked at first, and then; most supports are narrower. The rest are sorted."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The likeliest tokens of some rows, all of their support among them.
+
+    Attributes:
+        tokens: [n, width] int64, likeliest first.
+        logits: [n, width] float32.
+        scores: [n, width] float32: s of a token in the support, -inf of the others.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    scores: Tensor
+
+
+def supports(logits: Tensor, sampling: SamplingBatch, at_least: int = 1) -> Iterator[tuple[Tensor, Candidates]]:
+    """The supports of rows with a temperature, as the CPU finds them: among the likeliest tokens, without a sort.
+
+    Which width a row is looked at with depends on the row alone, so that what comes out does.
+
+    Args:
+        logits: [n, vocab] float32.
+        sampling: how each row is drawn.
+        at_least: candidates wanted, in the support or not.
+
+    Yields:
+        (rows [m] int64, their candidates), until every row has come.
+    """
+    vocab, device = logits.shape[-1], logits.device
+    pending = torch.arange(logits.shape[0], device=device)
+    for width in (*(width for width in _WIDTHS if at_least <= width < vocab), vocab):
+        # with as many as top-k keeps, equals of the last could lie beyond
+        at_hand = pending if width == vocab else pending[sampling.top_k[pending] < width]
+        if not len(at_hand):
+            continue
+        whole = len(at_hand) == logits.shape[0]
+        own, part = (logits, sampling) if whole else (logits[at_hand], sampling.select(at_hand))
+        candidates, found = _candidates(own, part, width)
+        if bool(found.all()):
+            yield at_hand, candidates
+        elif bool(found.any()):
+            yield (
+                at_hand[found],
+                Candidates(candidates.tokens[found], candidates.logits[found], candidates.scores[found]),
+            )
+        failed = torch.zeros(logits.shape[0], dtype=torch.bool, device=device)
+        failed[pending] = True
+        failed[at_hand[found]] = False
+        pending = failed.nonzero()[:, 0]
+        if not len(pending):
+            return
+
+
+def _candidates(logits: Tensor, sampling: SamplingBatch, width: int) -> tuple[Candidates, Tensor]:
+    """The ``width`` likeliest tokens of each row, and whether those are sure to hold its support, [n] bool."""
+    vocab = logits.shape[-1]
+    ranked, tokens = topk(logits, width)
+    scale = sampling.temperature[:, None]
+    best = ranked[:, :1]
+    scores = (ranked - best) / scale
+    least = torch.log(sampling.min_p)[:, None]  # log 0 = -inf: off
+    top_k = torch.where((sampling.top_k <= 0) | (sampling.top_k > vocab), vocab, sampling.top_k)[:, None]
+    kth = scores.gather(-1, (top_k - 1).clamp(max=width - 1))
+    least = torch.maximum(least, torch.where(top_k < vocab, kth, float("-inf")))
+    inside = (scores >= least) & (scores > float("-inf"))
+    if bool((sampling.top_p < 1).any()):
+        weights = scores.exp()
+        # what top-k and min-p leave: it lies among the candidates, unless both are off
+        total = torch.where(inside, weights, 0.0).sum(-1, keepdim=True)
+        if width < vocab and bool((open_ := inside[:, -1]).any()):
+            rows = open_.nonzero()[:, 0]
+            everything = (logits[rows] - best[rows]) / scale[rows]
+            total[rows] = torch.where(everything >= least[rows], everything.exp(), 0.0).sum(-1, keepdim=True)
+        above = weights.cumsum(-1) - weights
+        # of equals the first has the mass that is strictly above them all
+        above = above.gather(-1, torch.searchsorted(-scores, -scores))
+        top_p = sampling.top_p[:, None]
+        inside &= (above < top_p * total) | (scores >= 0) | (top_p >= 1)
+    found = ~inside[:, -1] if width < vocab else torch.ones_like(inside[:, 0])
+    return Candidates(tokens, ranked, scores.masked_fill(~inside, float("-inf"))), found
 
 
 def support_floor_ref(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Torch reference, and the path of a CPU.
+    """Torch reference.
 
     Args:
         logits: [n, vocab] float32.
@@ -37,38 +123,14 @@ def support_floor_ref(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     Returns:
         [n] float32: a logit is in its row's support iff it is not below this; -inf in greedy and unlimited rows.
     """
-    vocab = logits.shape[-1]
-    ranked = logits.topk(min(_RANKED, vocab), dim=-1).values
-    floor, found = _floor(logits, ranked, sampling)
-    if not bool(found.all()):
-        floor, _ = _floor(logits, logits.sort(dim=-1, descending=True).values, sampling)
+    floor = torch.full(logits.shape[:1], float("-inf"), device=logits.device)
+    limited = (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1]) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    rows = (limited & (sampling.temperature > 0)).nonzero()[:, 0]
+    if len(rows):
+        for own, candidates in supports(logits[rows], sampling.select(rows)):
+            kept = torch.where(candidates.scores > float("-inf"), candidates.logits, float("inf"))
+            floor[rows[own]] = kept.amin(-1)
     return floor
-
-
-def _floor(logits: Tensor, ranked: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """The floor of each row, given its largest logits in falling order, and whether those were enough to tell."""
-    vocab, width = logits.shape[-1], ranked.shape[-1]
-    sampled = sampling.temperature > 0
-    scale = torch.where(sampled, sampling.temperature, 1.0)[:, None]
-    best = ranked[:, :1]
-    scores, all_scores = (ranked - best) / scale, (logits - best) / scale
-    top_k = torch.where((sampling.top_k <= 0) | (sampling.top_k > vocab), vocab, sampling.top_k)[:, None]
-    kth = scores.gather(-1, (top_k - 1).clamp(max=width - 1))
-    # off must let even -inf through, as it counts as nothing anyway
-    least = torch.maximum(torch.where(top_k < vocab, kth, float("-inf")), torch.log(sampling.min_p)[:, None])
-    total = torch.where(all_scores >= least, all_scores.exp(), 0.0).sum(-1, keepdim=True)
-    weights = scores.exp()
-    above = weights.cumsum(-1) - weights
-    # of equals the first has the mass that is strictly above them all
-    above = above.gather(-1, torch.searchsorted(-scores.contiguous(), -scores.contiguous()))
-    inside = (above < sampling.top_p[:, None] * total) | (scores >= 0) | (sampling.top_p[:, None] >= 1)
-    inside &= scores >= least
-    count = inside.sum(-1, keepdim=True)
-    floor = ranked.gather(-1, count - 1)[:, 0]
-    limited = (top_k < vocab) | (sampling.top_p[:, None] < 1) | (sampling.min_p[:, None] > 0)
-    found = (count < width) | (width == vocab)
-    off = ~(limited[:, 0] & sampled)
-    return floor.masked_fill(off, float("-inf")), found[:, 0] | off
 
 
 def support_floor_triton(logits: Tensor, sampling: SamplingBatch) -> Tensor:

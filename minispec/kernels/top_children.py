@@ -20,7 +20,8 @@ from torch import Tensor
 
 from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
 from minispec.kernels._triton import cdiv, jit, power_of_2
-from minispec.kernels.support import support_floor_ref, support_floor_triton
+from minispec.kernels.blocks import topk
+from minispec.kernels.support import support_floor_triton, supports
 from minispec.sampling import Noise, SamplingBatch
 
 if TYPE_CHECKING:
@@ -40,17 +41,27 @@ def top_children_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, k: i
         (tokens [n, k] int64, values [n, k] float32), best first. A value of -inf marks a token that the support leaves
         out: the target cannot draw it, there were fewer than k.
     """
-    scores = logits.float()
-    if not sampling.greedy:
-        sampled = sampling.temperature > 0
-        scale = torch.where(sampled, sampling.temperature, 1.0)[:, None]
-        noisy = (scores - scores.amax(-1, keepdim=True)) / scale
-        if sampling.truncated:
-            noisy = noisy.masked_fill(scores < support_floor_ref(scores, sampling)[:, None], float("-inf"))
-        noisy = noisy.log_softmax(-1) + noise.rows(sampling.keys)[:, : scores.shape[-1]] * sampled[:, None]
-        scores = noisy
-    top = scores.topk(k, dim=-1)
-    return top.indices, top.values - scores.logsumexp(-1, keepdim=True)
+    logits = logits.float()
+    if sampling.greedy:
+        return top_logprobs_ref(logits, k)
+    tokens = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
+    values = torch.empty((logits.shape[0], k), device=logits.device)
+    sampled = sampling.temperature > 0
+    limited = sampled & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    if len(rows := (~sampled).nonzero()[:, 0]):
+        tokens[rows], values[rows] = top_logprobs_ref(logits[rows], k)
+    if len(rows := (sampled & ~limited).nonzero()[:, 0]):
+        own = sampling.select(rows)
+        noisy = (logits[rows] / own.temperature[:, None]).log_softmax(-1)
+        tokens[rows], values[rows] = top_logprobs_ref(noisy.add_(noise.rows(own.keys)[:, : logits.shape[-1]]), k)
+    if len(rows := limited.nonzero()[:, 0]):
+        own = sampling.select(rows)
+        for at, candidates in supports(logits[rows], own, at_least=k):
+            keys = [own.keys[i] for i in at.tolist()]
+            noisy = candidates.scores.log_softmax(-1) + noise.at(keys, candidates.tokens)
+            top, values[rows[at]] = top_logprobs_ref(noisy, k)
+            tokens[rows[at]] = candidates.tokens.gather(-1, top)
+    return tokens, values
 
 
 def top_children_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, k: int) -> tuple[Tensor, Tensor]:
@@ -69,8 +80,9 @@ def top_logprobs_ref(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         (tokens [n, k] int64, log-probabilities [n, k] float32), best first.
     """
-    top = logits.float().topk(k, dim=-1)
-    return top.indices, top.values - logits.float().logsumexp(-1, keepdim=True)
+    logits = logits.float()
+    values, tokens = topk(logits, k)
+    return tokens, values - logits.logsumexp(-1, keepdim=True)
 
 
 def top_logprobs_triton(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

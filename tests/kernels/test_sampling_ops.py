@@ -109,33 +109,64 @@ def test_sample_takes_keys_on_the_device():
     assert torch.equal(sample_triton(logits, on_device, Noise(500)), sample_triton(logits, sampling, Noise(500)))
 
 
-def edits(vocab, *, penalties=True, bias=True, grammar=True):
-    path = torch.tensor([[-1, -1], [3, -1], [3, 3], [5, 250], [-1, -1]])
+def edits(vocab, *, touched=True, grammar=True):
+    """Edits of rows 4, 0, 1, 3 of five; the first two have a grammar, the last is another slot's."""
+    tokens = torch.stack([torch.randperm(vocab)[:40] for _ in range(2)])
+    tokens[1, 7:] = tokens[1, 0]
+    tokens[0, :3] = torch.tensor([3, 5, 250])
+    tokens[0, 3:] = torch.tensor([t for t in torch.randperm(vocab).tolist() if t not in (3, 5, 250)][:37])
+    counts = torch.randint(0, 3, (2, 40), dtype=torch.int32)
+    prompt, bias = torch.rand(2, 40) < 0.2, torch.randn(2, 40)
+    for table in (counts, prompt, bias):
+        table[1, 7:] = table[1, 0]
+    width = 40 if touched else 0
     return LogitEdits(
-        slot=torch.tensor([0, 0, 0, 1, 1]),
-        path=path,
-        **(
-            {
-                "counts": torch.randint(0, 3, (2, vocab), dtype=torch.int32),
-                "prompt": torch.rand(2, vocab) < 0.2,
-                "repetition": torch.tensor([1.3, 1.0]),
-                "frequency": torch.tensor([0.5, 0.0]),
-                "presence": torch.tensor([0.2, 1.0]),
-            }
-            if penalties
-            else {}
-        ),
-        bias=torch.randn(2, vocab) if bias else None,
-        allowed=torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), dtype=torch.int32) if grammar else None,
+        rows=torch.tensor([4, 0, 1, 3]),
+        slot=torch.tensor([0, 0, 0, 1]),
+        path=torch.tensor([[-1, -1], [3, -1], [3, 3], [5, 250]]),
+        tokens=tokens[:, :width],
+        counts=counts[:, :width],
+        prompt=prompt[:, :width],
+        bias=bias[:, :width],
+        repetition=torch.tensor([1.3, 1.0]),
+        frequency=torch.tensor([0.5, 0.0]),
+        presence=torch.tensor([0.2, 1.0]),
+        banned=torch.tensor([[2, 17], [3, 0]]),
+        allowed=torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32) if grammar else None,
     )
 
 
+def edited_by_definition(logits, edits):
+    """The formula, token by token."""
+    out = []
+    for i, row in enumerate(edits.rows.tolist()):
+        x, slot = logits[row].tolist(), int(edits.slot[i])
+        r, f, p = (float(t[slot]) for t in (edits.repetition, edits.frequency, edits.presence))
+        columns = zip(*(t[slot].tolist() for t in (edits.tokens, edits.counts, edits.prompt, edits.bias)), strict=True)
+        for token, count, in_prompt, bias in dict.fromkeys(columns):
+            count += edits.path[i].tolist().count(token)
+            if count or in_prompt:
+                x[token] = x[token] / r if x[token] > 0 else x[token] * r
+            x[token] += bias - f * count - p * (count > 0)
+        if edits.allowed is not None and i < len(edits.allowed):
+            words = edits.allowed[i].tolist()
+            x = [value if words[t // 32] >> t % 32 & 1 else float("-inf") for t, value in enumerate(x)]
+        for j, token in edits.banned.tolist():
+            if j == i:
+                x[token] = float("-inf")
+        out.append(x)
+    return torch.tensor(out)
+
+
 @pytest.mark.parametrize("vocab", [333, 1024, 2050])
-@pytest.mark.parametrize("on", [{}, {"penalties": False}, {"bias": False, "grammar": False}])
+@pytest.mark.parametrize("on", [{}, {"touched": False}, {"grammar": False}], ids=str)
 def test_edit_logits(vocab, on):
     logits = torch.randn(5, vocab)
-    changes = edits(vocab, **on)
-    torch.testing.assert_close(edit_logits_triton(logits, changes), edit_logits_ref(logits, changes))
+    before, changes = logits.clone(), edits(vocab, **on)
+    expected = edited_by_definition(logits, changes)
+    torch.testing.assert_close(edit_logits_ref(logits, changes), expected)
+    torch.testing.assert_close(edit_logits_triton(logits, changes), expected)
+    assert torch.equal(logits, before)
 
 
 def test_sample_with_edits():
