@@ -1,17 +1,14 @@
-"""Who runs and whose pages pay: the scheduler by itself, and under the whole engine in random orders of events."""
+"""Who runs and whose pages pay: the scheduler by itself, and under an engine where time matters."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from minispec.errors import RequestError
 from minispec.kv_cache import PagePool
 from minispec.request import FinishReason, Request, SamplingParams
 from minispec.scheduler import Scheduler, Slot
-from scripted import ScriptedDrafter, generate, scripted_engine, table
+from scripted import generate, scripted_engine, table
 
 VOCAB = 32
 PAGE = 4
@@ -199,115 +196,3 @@ def test_admission_resumes_after_the_waiting_are_aborted():
             engine.step()
             engine.check()
         assert [r.finish_reason for r in batch] == [FinishReason.LENGTH] * 2 + [FinishReason.ABORT] * 3
-
-
-shapes = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=10)
-
-
-class RandomServing(RuleBasedStateMachine):
-    """Adds, steps, aborts in any order, with any drafts, in a pool too small for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shape: list[tuple[int, bool]] = []
-        self.drafter = ScriptedDrafter(self.draft)
-        self.engine = scripted_engine(
-            table(counting, VOCAB),
-            VOCAB,
-            self.drafter,
-            pages=14,
-            page_size=PAGE,
-            max_context=48,
-            max_slots=4,
-            max_step_tokens=16,
-            tree_budget=12,
-        )
-        self.streamed: dict[Request, list[int]] = {}
-        self.alive: list[Request] = []
-
-    def draft(self, text):
-        """A tree of the drawn shape; a node carries what the target says after its parent, or something else."""
-        tokens, parents = [text[-1]], [-1]
-        for parent, right in self.shape:
-            parent %= len(tokens)
-            token = (tokens[parent] + 1) % 29 if right else 29 + len(tokens) % 3
-            if (parent, token) not in zip(parents, tokens, strict=True):
-                tokens.append(token)
-                parents.append(parent)
-        return tokens[1:], parents[1:]
-
-    @rule(length=st.integers(1, 30), first=st.integers(0, 28), max_tokens=st.integers(1, 30))
-    def add(self, length: int, first: int, max_tokens: int) -> None:
-        prompt = [(first + i) % 29 for i in range(length)]
-        r = self.engine.make_request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0))
-        self.engine.add(r)
-        self.alive.append(r)
-        self.streamed[r] = []
-
-    @precondition(lambda self: self.alive)
-    @rule(which=st.integers(0, 100))
-    def abort(self, which: int) -> None:
-        r = self.alive.pop(which % len(self.alive))
-        event = self.engine.abort(r)
-        assert event is not None and event.finish_reason is FinishReason.ABORT and event.tokens == ()
-        assert self.engine.abort(r) is None
-
-    @precondition(lambda self: self.alive)
-    @rule(shape=shapes, count=st.integers(1, 6))
-    def step(self, shape: list[tuple[int, bool]], count: int) -> None:
-        self.shape = shape
-        for _ in range(count):
-            if self.engine.has_work:
-                self.one_step()
-
-    def one_step(self) -> None:
-        decoding = [slot for slot in self.engine.scheduler.running if slot.decoding]
-        events = self.engine.step()
-        self.engine.check()
-        advanced = [event.request for event in events]
-        assert len(set(advanced)) == len(advanced)
-        for slot in decoding:  # nobody is passed over: a stream advances with every step, or has given its seat up
-            assert (slot.request in advanced) != (slot in self.drafter.ended and not slot.request.finished)
-        for event in events:
-            assert event.tokens and event.request in self.alive
-            self.streamed[event.request] += event.tokens
-            if event.finish_reason is not None:
-                assert event.finish_reason is FinishReason.LENGTH
-                self.alive.remove(event.request)
-        assert max(self.engine.runner.rows, default=0) <= 16
-
-    @invariant()
-    def texts_are_as_scripted(self) -> None:
-        for r, tokens in self.streamed.items():
-            assert tokens == r.output == [(r.prompt[-1] + 1 + i) % 29 for i in range(r.num_output)]
-
-    @invariant()
-    def pages_and_seats_belong_to_the_running(self) -> None:
-        self.engine.check()
-        seated = [slot.request for slot in self.engine.scheduler.running]
-        assert sorted(map(id, [*seated, *self.engine.scheduler.waiting])) == sorted(map(id, self.alive))
-        assert self.engine.stats.accepted <= self.engine.stats.drafted
-
-    def teardown(self) -> None:
-        steps = 0
-        while self.engine.has_work:
-            self.one_step()
-            steps += 1
-            assert steps < 2000, "no progress"
-        self.texts_are_as_scripted()
-        self.pages_and_seats_belong_to_the_running()
-        assert self.alive == []
-        assert self.engine.pool.owned == 0
-        for r in self.streamed:
-            assert r.finished
-            if r.finish_reason is FinishReason.LENGTH:
-                assert r.num_output == min(r.params.max_tokens, 48 - len(r.prompt))
-        # seats are first taken in the order of arrival
-        order = list(dict.fromkeys(slot.request for slot in self.drafter.begun))
-        arrived = list(self.streamed)
-        assert order == sorted(order, key=arrived.index)
-        assert sorted(map(id, self.drafter.begun)) == sorted(map(id, self.drafter.ended))
-
-
-TestRandomServing = RandomServing.TestCase
-TestRandomServing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
