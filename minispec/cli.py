@@ -458,7 +458,8 @@ def compile_command(target: str | None, threads: int | None, as_json: bool) -> i
     "--tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Train on N tokens that the target writes, however long it takes, instead of --minutes.",
+    help="Train on N tokens that the target writes, however long it takes, instead of --minutes.  "
+    "[default: as many as --minutes allow]",
 )
 @click.option(
     "--prompts",

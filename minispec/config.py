@@ -11,6 +11,7 @@ from minispec.tree import MAX_NODES
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+COMPILE = ("auto", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class EngineConfig:
         page_size: KV positions per page.
         prefix_cache: remember the KV of earlier texts, and do not compute again what a prompt has in common with one.
         tree_budget: ``auto``, or the number of nodes, roots included, that a step may verify over all slots.
+        compile: on a CPU, ``auto`` builds the compiled step in the background and uses it once it is checked
+            (``minispec.compiled``); ``off`` stays with eager torch.
         max_step_tokens: rows a step may hold, prefill chunks and trees together; None fits the device.
     """
 
@@ -49,6 +52,7 @@ class EngineConfig:
     prefix_cache: bool = True
     tree_budget: int | str = "auto"
     max_step_tokens: int | None = None
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.target:
@@ -56,6 +60,7 @@ class EngineConfig:
         _require_choice("device", self.device, DEVICES)
         _require_choice("draft_device", self.draft_device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("compile", self.compile, COMPILE)
         _require_int("max_slots", self.max_slots, 1, 1024)
         if self.max_context is not None:
             _require_int("max_context", self.max_context, 2, None)

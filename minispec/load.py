@@ -17,6 +17,7 @@ import torch
 from minispec import hub, kernels
 from minispec.batch import Span
 from minispec.budget import StepCost
+from minispec.compiled import Compilation
 from minispec.config import DEFAULT_MAX_CONTEXT, EngineConfig
 from minispec.drafters import build
 from minispec.drafters.base import NoDrafter
@@ -79,6 +80,9 @@ def load_engine(config: EngineConfig) -> Engine:
     runner = runner_for(target, pages=pages, page_size=config.page_size, max_context=max_context)
     noise = Noise(runner.vocab_size, device)
     drafter = draft.make(runner, noise, pages, config.prefix_cache)
+    if config.compile == "auto" and device.type == "cpu":
+        drafting = [own for member in drafter.members for own in member.runners]
+        Compilation([runner, *(own for own in drafting if own.device == device)]).start()
     runner.prepare(config.max_slots, taps=drafter.taps)
     for member in drafter.members:
         member.prepare(config.max_slots)

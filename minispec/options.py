@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from minispec.config import DEVICES, DTYPES
+from minispec.config import COMPILE, DEVICES, DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -131,10 +131,17 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             help="Tokens a step may verify over all slots; auto measures what pays.  [default: auto]",
         ),
         click.option(
+            "--compile",
+            type=click.Choice(COMPILE),
+            default="auto",
+            help="On a CPU: auto compiles the model's step in the background (once per machine) and uses it when it is "
+            "ready, checked and faster; off runs torch as it is.  [default: auto]",
+        ),
+        click.option(
             "--threads",
             type=click.IntRange(min=1),
             metavar="N",
-            help="CPU threads of the model.  [default: all cores]",
+            help="CPU threads of the model.  [default: one per physical core]",
         ),
     )
 

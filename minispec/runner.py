@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +21,44 @@ from minispec.model.llama import Llama, Taps
 log = logging.getLogger(__name__)
 
 
+class Phase(StrEnum):
+    """What has become of the compiled step; as ``CompileState.phase``."""
+
+    OFF = "off"
+    UNSUPPORTED = "unsupported"
+    BUILDING = "building"
+    CHECKING = "checking"
+    READY = "ready"
+    FAILED = "failed"
+    SLOWER = "slower"
+
+
+@dataclass
+class CompileState:
+    """Progress, for logs and metrics.
+
+    Attributes:
+        phase: see ``Phase``.
+        reason: why it is not used, in the phases where it is not.
+        seconds: what building and checking took, once it is over.
+        eager_ms, compiled_ms: measured steps of each number of rows.
+    """
+
+    phase: Phase = Phase.OFF
+    reason: str = ""
+    seconds: float = 0.0
+    eager_ms: dict[int, float] | None = None
+    compiled_ms: dict[int, float] | None = None
+
+
+class Forward(Protocol):
+    """What ``Llama.forward`` does."""
+
+    def __call__(
+        self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None
+    ) -> Tensor: ...
+
+
 class ModelRunner:
     """Runs steps of one model.
 
@@ -27,11 +68,14 @@ class ModelRunner:
         device: where the model runs.
         vocab_size: number of logits a row; larger token ids are never produced.
         max_context: most tokens of one request, as far as that is known; the whole cache otherwise.
+        compile_state: what has become of the compiled step.
     """
 
     def __init__(self, model: Llama, *, pages: int, page_size: int, max_context: int | None = None) -> None:
         config = model.config
         self.model = model
+        self._forward: Forward = model.forward
+        self.compile_state = CompileState()
         self.device = model.device
         self.vocab_size = model.vocab_size
         self.max_context = max_context or pages * page_size
@@ -57,7 +101,11 @@ class ModelRunner:
         """
         with torch.inference_mode():
             batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
-            return self.model.forward(batch, self.kv, layers=layers, taps=taps)
+            return self._forward(batch, self.kv, layers=layers, taps=taps)
+
+    def use(self, forward: Forward) -> None:
+        """Compute steps with ``forward`` from the next one on. May be called from any thread."""
+        self._forward = forward
 
     def prepare(self, slots: int, *, layers: int | None = None, taps: tuple[int, ...] = ()) -> None:
         """Do ahead what would delay the first steps of up to ``slots`` spans. Nothing here, see CapturedRunner."""

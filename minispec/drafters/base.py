@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from minispec.request import Request
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
+
+if TYPE_CHECKING:
+    from minispec.runner import ModelRunner
 
 
 class Drafter(Protocol):
@@ -53,6 +56,10 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Which of the target's hidden states it reads (``minispec.model.llama.Taps.layers``); mostly none."""
 
+    @property
+    def runners(self) -> Sequence[ModelRunner]:
+        """Draft models of its own, which may then be compiled like the target."""
+
     def prepare(self, slots: int) -> None:
         """Do ahead what would delay the first proposals for up to ``slots`` slots. Called once, on each member."""
 
@@ -93,6 +100,7 @@ class BaseDrafter:
     invalid: int = 0
     depth_limit: int = MAX_NODES
     seconds: float = 0.0
+    runners: Sequence[ModelRunner] = ()
 
     @property
     def members(self) -> Sequence[Drafter]:

@@ -64,6 +64,7 @@ class DraftModelDrafter(GrowingDrafter[DraftState]):
             chunk=chunk,
         )
         self._runner = runner
+        self.runners = (runner,)
 
     def prepare(self, slots: int) -> None:
         self._runner.prepare(slots)

@@ -1,0 +1,142 @@
+// Products of a few rows with a packed weight: y[r, n] = sum_k x[r, k] w[n, k], bfloat16 in, float32 sums.
+//
+// At up to a dozen rows a product is bound by reading the weight, so the layout is made for one sequential read:
+// blocks of 32 outputs; in a block, for every pair of inputs, the 32 pairs of weights side by side.
+//
+//     packed[block][pair][output % 32][2]            (zeros where outputs or inputs run out)
+//
+// Every product sums its inputs in ascending pairs, one chain per output, whatever the number of rows: a row's result
+// is the same bits alone and in any company.
+#pragma once
+
+#include "pool.h"
+#include "vec.h"
+
+namespace minispec {
+
+constexpr int kBlock = 32;     // outputs per block
+constexpr int kRowTile = 12;   // rows that share one pass over a block: 24 accumulators of 32 registers
+constexpr int kPadInputs = 32; // rows of x are zero up to a multiple of this
+
+inline int padded_inputs(int in) { return (in + kPadInputs - 1) / kPadInputs * kPadInputs; }
+
+struct Linear {
+  const bf16* weight;  // packed
+  const bf16* bias;    // [out], or null
+  int32_t in, out;
+  int32_t paired;      // 1: gate_up; blocks hold 16 outputs of the first half and the matching 16 of the second
+};
+
+inline int blocks_of(const Linear& l) { return l.paired ? (l.out / 2 + 15) / 16 : (l.out + kBlock - 1) / kBlock; }
+inline int64_t packed_size(const Linear& l) { return static_cast<int64_t>(blocks_of(l)) * kBlock * padded_inputs(l.in); }
+
+// Where output `lane` of a block lies in [0, out).
+inline int output_of(const Linear& l, int block, int lane) {
+  if (!l.paired) return block * kBlock + lane;
+  return lane < 16 ? block * 16 + lane : l.out / 2 + block * 16 + lane - 16;
+}
+
+// Whether a lane of a block is an output at all.
+inline bool is_output(const Linear& l, int block, int lane) {
+  return l.paired ? block * 16 + lane % 16 < l.out / 2 : block * kBlock + lane < l.out;
+}
+
+// Pack the rows of a plain [out, in] weight that belong to one block.
+inline void pack_block(const Linear& l, const bf16* plain, bf16* packed, int block) {
+  const int pairs = padded_inputs(l.in) / 2;
+  bf16* to = packed + static_cast<size_t>(block) * pairs * 2 * kBlock;
+  for (int p = 0; p < pairs; ++p)
+    for (int lane = 0; lane < kBlock; ++lane, to += 2) {
+      const bf16* from = plain + static_cast<size_t>(output_of(l, block, lane)) * l.in + 2 * p;
+      const bool inside = is_output(l, block, lane);
+      to[0] = inside && 2 * p < l.in ? from[0] : 0;
+      to[1] = inside && 2 * p + 1 < l.in ? from[1] : 0;
+    }
+}
+
+// The way back.
+inline void unpack_block(const Linear& l, bf16* plain, int block) {
+  const bf16* from = l.weight + static_cast<size_t>(block) * padded_inputs(l.in) * kBlock;
+  for (int lane = 0; lane < kBlock; ++lane) {
+    if (!is_output(l, block, lane)) continue;
+    bf16* to = plain + static_cast<size_t>(output_of(l, block, lane)) * l.in;
+    for (int k = 0; k < l.in; ++k) to[k] = from[(k / 2 * kBlock + lane) * 2 + k % 2];
+  }
+}
+
+template <int M>
+inline void tile(const bf16* x, size_t stride, const bf16* w, int pairs, __m512 (&acc)[M][2]) {
+  for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+  for (int p = 0; p < pairs; ++p, w += 2 * kBlock) {
+    _mm_prefetch(reinterpret_cast<const char*>(w) + 4096, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(w) + 4096 + 64, _MM_HINT_T0);
+    const __m512bh b0 = (__m512bh)_mm512_loadu_si512(w), b1 = (__m512bh)_mm512_loadu_si512(w + kBlock);
+    for (int m = 0; m < M; ++m) {
+      int32_t pair;
+      std::memcpy(&pair, x + m * stride + 2 * p, 4);
+      const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+      acc[m][0] = _mm512_dpbf16_ps(acc[m][0], a, b0);
+      acc[m][1] = _mm512_dpbf16_ps(acc[m][1], a, b1);
+    }
+  }
+}
+
+// One block of outputs for M rows. Out: bf16 with rounding, float32, or silu(gate) * up.
+enum class To { kBf16, kFloat, kSilu };
+
+template <int M, To to>
+void block_rows(const Linear& l, int block, const bf16* x, size_t stride, void* y, size_t y_stride) {
+  const int pairs = padded_inputs(l.in) / 2;
+  __m512 acc[M][2];
+  tile<M>(x, stride, l.weight + static_cast<size_t>(block) * pairs * 2 * kBlock, pairs, acc);
+  const int first = output_of(l, block, 0), second = output_of(l, block, 16);
+  const __mmask16 m0 = lanes(l.paired ? l.out / 2 - first : l.out - first);
+  const __mmask16 m1 = l.paired ? m0 : l.out > second ? lanes(l.out - second) : 0;
+  for (int m = 0; m < M; ++m) {
+    if (l.bias) {
+      acc[m][0] = _mm512_add_ps(acc[m][0], load_bf16(l.bias + first, m0));
+      acc[m][1] = _mm512_add_ps(acc[m][1], load_bf16(l.bias + second, m1));
+    }
+    if constexpr (to == To::kBf16) {
+      bf16* row = static_cast<bf16*>(y) + m * y_stride;
+      store_bf16(row + first, acc[m][0], m0);
+      store_bf16(row + second, acc[m][1], m1);
+    } else if constexpr (to == To::kFloat) {
+      float* row = static_cast<float*>(y) + m * y_stride;
+      _mm512_mask_storeu_ps(row + first, m0, acc[m][0]);
+      _mm512_mask_storeu_ps(row + second, m1, acc[m][1]);
+    } else {
+      store_bf16(static_cast<bf16*>(y) + m * y_stride + first, silu_mul(acc[m][0], acc[m][1]), m0);
+    }
+  }
+}
+
+template <To to, int M = kRowTile>
+inline void block_rows_of(int rows, const Linear& l, int block, const bf16* x, size_t stride, void* y, size_t y_stride) {
+  if constexpr (M > 0) {
+    if (rows == M)
+      block_rows<M, to>(l, block, x, stride, y, y_stride);
+    else
+      block_rows_of<to, M - 1>(rows, l, block, x, stride, y, y_stride);
+  }
+}
+
+// One task: a block of outputs for all rows, in tiles as equal as can be.
+template <To to>
+inline void gemm_block(const Linear& l, int block, const bf16* x, size_t stride, int rows, void* y, size_t y_stride) {
+  constexpr size_t width = to == To::kFloat ? sizeof(float) : sizeof(bf16);
+  const int tiles = (rows + kRowTile - 1) / kRowTile;
+  for (int t = 0, at = 0; t < tiles; ++t) {
+    const int n = (rows - at) / (tiles - t);
+    block_rows_of<to>(n, l, block, x + at * stride, stride, static_cast<char*>(y) + at * y_stride * width, y_stride);
+    at += n;
+  }
+}
+
+// A whole product, shared by the team.
+template <To to>
+inline void gemm(Pool& pool, const Linear& l, const bf16* x, size_t stride, int rows, void* y, size_t y_stride) {
+  pool.phase(blocks_of(l), [&](int block) { gemm_block<to>(l, block, x, stride, rows, y, y_stride); });
+}
+
+}  // namespace minispec

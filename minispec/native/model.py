@@ -1,0 +1,188 @@
+"""A Llama's weights in the compiled step's layout, and its forward."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from minispec.batch import StepBatch
+from minispec.kv_cache import KVCache
+from minispec.model.linear import Head, Linear
+from minispec.model.llama import Layer, Llama, Taps
+from minispec.native.library import LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
+
+
+def unsupported(model: Llama) -> str | None:
+    """Why the compiled step cannot run ``model``; None if it can."""
+    config = model.config
+    if model.device.type != "cpu":
+        return f"the model runs on {model.device.type}"
+    if model.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, the model in {str(model.dtype).removeprefix('torch.')}"
+    if config.head_dim % 16:
+        return f"it needs heads of a multiple of 16, the model's have {config.head_dim}"
+    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    if type(model.head) is not Head or any(type(linear) is not Linear for linear in linears):
+        return "the model's weights are not plain bfloat16"
+    return None
+
+
+class PackedLinear(Linear):
+    """A Linear in the compiled step's layout: the eager forward and draft heads call it, the step reads it in place.
+
+    ``packed`` is False: the weight is not oneDNN's.
+    """
+
+    def __init__(
+        self, team: Team, packer: Team, plain: Tensor, bias: Tensor | None = None, *, paired: bool = False
+    ) -> None:
+        """Args:
+        team: for later calls.
+        packer: lays the weight out, now.
+        plain: [out, in] bfloat16, contiguous.
+        bias: [out] bfloat16.
+        paired: the outputs are gate and up, which the step wants side by side.
+        """
+        self.out_features, self.in_features = plain.shape
+        self.bias = bias
+        self.packed = False
+        self._team = team
+        self.struct = LinearStruct(None, _pointer(bias), self.in_features, self.out_features, paired)
+        self.weight = torch.empty(packer.library.packed_size(byref(self.struct)), dtype=torch.bfloat16)
+        packer.library.pack(packer.handle, byref(self.struct), plain.data_ptr(), self.weight.data_ptr())
+        self.struct.weight = self.weight.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.apply(x, torch.bfloat16)
+
+    def apply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` [..., in] to [..., out] in ``dtype``, bfloat16 or float32 (the sums as they are)."""
+        flat = x.reshape(-1, self.in_features)
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+        out = torch.empty((flat.shape[0], self.out_features), dtype=dtype)
+        if flat.shape[0]:
+            self._team.library.linear(
+                self._team.handle,
+                byref(self.struct),
+                flat.data_ptr(),
+                flat.stride(0),
+                flat.shape[0],
+                out.data_ptr(),
+                self.out_features,
+                dtype == torch.float32,
+            )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def unpacked(self) -> Tensor:
+        """The plain weight, [out, in]."""
+        plain = torch.empty((self.out_features, self.in_features), dtype=torch.bfloat16)
+        self._team.library.unpack(self._team.handle, byref(self.struct), plain.data_ptr())
+        return plain
+
+
+class PackedHead(Head):
+    """A Head whose logits are the step's float32 sums: no candidate needs computing again."""
+
+    def __init__(self, team: Team, packer: Team, head: Head) -> None:
+        self.weight = head.weight
+        self._linear: PackedLinear = PackedLinear(team, packer, head.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear.apply(x, torch.float32)
+
+    @property
+    def struct(self) -> LinearStruct:
+        return self._linear.struct
+
+
+def dense(linear: Linear) -> Tensor:
+    """A Linear's plain weight, [out, in] contiguous."""
+    if isinstance(linear, PackedLinear):
+        return linear.unpacked()
+    weight: Tensor = linear.weight.to_dense() if linear.packed else linear.weight
+    return weight.contiguous()
+
+
+def packed_layer(team: Team, packer: Team, layer: Layer) -> Layer:
+    """``layer`` with its weights in the step's layout."""
+
+    def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
+        return PackedLinear(team, packer, dense(linear), linear.bias, paired=paired)
+
+    return Layer(
+        input_norm=layer.input_norm,
+        qkv=packed(layer.qkv),
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        o=packed(layer.o),
+        post_norm=layer.post_norm,
+        gate_up=packed(layer.gate_up, paired=True),
+        down=packed(layer.down),
+    )
+
+
+def plain_layer(layer: Layer) -> Layer:
+    """The way back."""
+    qkv, o, gate_up, down = (Linear(dense(x), x.bias) for x in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return Layer(layer.input_norm, qkv, layer.q_norm, layer.k_norm, o, layer.post_norm, gate_up, down)
+
+
+class CompiledForward:
+    """``Llama.forward`` in one call, for a model whose layers and head are packed.
+
+    Attributes:
+        team: the threads that run it.
+    """
+
+    def __init__(self, team: Team, model: Llama) -> None:
+        config = model.config
+        self.team, self._model = team, model
+        self._layers = (LayerStruct * config.num_layers)()
+        for struct, layer in zip(self._layers, model.layers, strict=True):
+            struct.input_norm, struct.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
+            struct.q_norm, struct.k_norm = _pointer(layer.q_norm), _pointer(layer.k_norm)
+            struct.qkv, struct.o = _struct(layer.qkv), _struct(layer.o)
+            struct.gate_up, struct.down = _struct(layer.gate_up), _struct(layer.down)
+        assert isinstance(model.head, PackedHead)
+        self._struct = ModelStruct(
+            config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
+            config.head_dim, model.vocab_size, config.sliding_window or 0, config.rms_norm_eps, model.scale,
+            self._layers, model.embedding.data_ptr(), model.norm.data_ptr(), model.head.struct,
+        )  # fmt: skip
+
+    def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
+        """Arguments and result as in ``Llama.forward``."""
+        model = self._model
+        rows, samples = batch.tokens.shape[0], batch.sample_rows.shape[0]
+        depth = model.config.num_layers if layers is None else layers
+        # what ``Llama.forward`` would see on the way: not the layers behind the last that runs
+        wanted = [layer for layer in taps.layers if layer <= depth] if taps is not None else []
+        tapped = torch.empty((len(wanted), rows, model.config.hidden_size), dtype=torch.bfloat16)
+        logits = torch.empty((samples, model.vocab_size), dtype=torch.float32)
+        cos, sin = model.rope.cos_sin(batch.positions)
+        tap_layers = (ctypes.c_int32 * len(wanted))(*wanted)
+        step = StepStruct(
+            rows, batch.row_start.shape[0] - 1, samples, batch.ancestors.shape[1], batch.page_table.shape[1],
+            batch.page_size, batch.tokens.data_ptr(), batch.positions.data_ptr(), batch.kv_index.data_ptr(),
+            batch.sample_rows.data_ptr(), batch.row_start.data_ptr(), batch.num_cached.data_ptr(),
+            batch.tree_size.data_ptr(), batch.causal.data_ptr(), batch.ancestors.data_ptr(),
+            batch.page_table.data_ptr(), depth, len(wanted), ctypes.addressof(tap_layers), tapped.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1),
+            logits.data_ptr(),
+        )  # fmt: skip
+        self.team.library.forward(self.team.handle, byref(self._struct), byref(step))
+        if taps is not None:
+            taps.hidden += tapped.unbind(0)
+        return logits
+
+
+def _struct(linear: Linear) -> LinearStruct:
+    assert isinstance(linear, PackedLinear)
+    return linear.struct
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

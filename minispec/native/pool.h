@@ -1,0 +1,102 @@
+// A team of threads that runs one step together: phases of tasks with a barrier behind each.
+//
+// Tasks are handed out one by one from a counter, so that a thread that another program has pushed aside holds up the
+// rest by one task only. Waiting is a short spin and then a yield: a spinning thread on a busy machine takes the core
+// from the very thread it waits for.
+#pragma once
+
+#include <immintrin.h>
+#include <sched.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace minispec {
+
+class Pool {
+ public:
+  explicit Pool(int threads) : size_(threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+      ++generation_;
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int size() const { return size_; }
+
+  // Run `job(thread)` on every thread of the team, the caller's included; returns when all are through.
+  void run(const std::function<void(int)>& job) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      ++generation_;
+    }
+    wake_.notify_all();
+    job(0);
+    barrier();
+  }
+
+  // Inside a job, by every thread with the same `count`: f(task) for each task in 0..count, then a barrier.
+  template <class F>
+  void phase(int count, F&& f) {
+    for (int task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) f(task);
+    barrier();
+  }
+
+ private:
+  void barrier() {
+    const unsigned sense = sense_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      sense_.store(sense + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; sense_.load(std::memory_order_acquire) == sense; ++spins) {
+      if (spins < 2000)
+        _mm_pause();
+      else
+        sched_yield();
+    }
+  }
+
+  void work(int index) {
+    unsigned seen = 0;
+    while (true) {
+      const std::function<void(int)>* job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_ != seen; });
+        seen = generation_;
+        if (stop_) return;
+        job = job_;
+      }
+      (*job)(index);
+      barrier();
+    }
+  }
+
+  const int size_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  const std::function<void(int)>* job_ = nullptr;
+  unsigned generation_ = 0;
+  bool stop_ = false;
+  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> sense_{0};
+};
+
+}  // namespace minispec

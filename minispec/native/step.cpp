@@ -1,0 +1,225 @@
+// The whole forward of a Llama-family model on a CPU with AVX-512 bfloat16, in one call: what StepBatch is to the model
+// (minispec/batch.py), Batch is here. Compiled on the machine it runs on and called through ctypes; see build.py.
+#include <memory>
+
+#include "attention.h"
+#include "gemm.h"
+
+using namespace minispec;
+
+namespace {
+
+struct Layer {
+  const bf16* input_norm;
+  Linear qkv;
+  const bf16 *q_norm, *k_norm;  // [head_dim], or null
+  Linear o;
+  const bf16* post_norm;
+  Linear gate_up, down;
+};
+
+struct Model {
+  int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, window;
+  float eps, scale;
+  const Layer* layer;
+  const bf16 *embedding, *norm;
+  Linear head;
+};
+
+// Everything of one forward that is not the model.
+struct Step {
+  Batch batch;
+  int32_t depth, taps;        // layers to run, hidden states wanted
+  const int32_t* tap_layers;  // [taps] ascending
+  bf16* tapped;               // [taps, rows, hidden]
+  const float *cos, *sin;     // [rows, head_dim / 2]
+  bf16 *k, *v;                // [layers, kv_heads, positions, head_dim]
+  int64_t layer_stride, head_stride;  // elements
+  float* logits;              // [samples, vocab]
+};
+
+// Rows of bfloat16, zero up to a multiple of kPadInputs.
+struct Rows {
+  std::vector<bf16> data;
+  size_t stride = 0;
+  void fit(int rows, int width) {
+    if (stride != static_cast<size_t>(padded_inputs(width))) data.clear();
+    stride = padded_inputs(width);
+    if (data.size() < rows * stride) data.resize(rows * stride, 0);
+  }
+  bf16* row(int64_t i) { return data.data() + i * stride; }
+};
+
+class Runner {
+ public:
+  explicit Runner(int threads) : pool_(threads), attenders_(threads) {}
+
+  void forward(const Model& m, const Step& s) {
+    const Batch& b = s.batch;
+    if (b.rows == 0) return;
+    const int qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim;
+    stream_.fit(b.rows, m.hidden);
+    normed_.fit(b.rows, m.hidden);
+    added_.fit(b.rows, m.hidden);
+    qkv_.fit(b.rows, qkv_width);
+    attended_.fit(b.rows, m.heads * m.head_dim);
+    inner_.fit(b.rows, m.intermediate);
+    plan_.build(b, m.heads, m.kv_heads, m.window, pool_.size());
+    if (partials_.size() < static_cast<size_t>(plan_.partials) * (m.head_dim + 2))
+      partials_.resize(static_cast<size_t>(plan_.partials) * (m.head_dim + 2));
+    pool_.run([&](int thread) { run(m, s, thread); });
+  }
+
+  void linear(const Linear& l, const bf16* x, int64_t stride, int rows, void* y, int64_t y_stride, bool wide) {
+    // pads of the inputs must be zero, which a caller's rows are not
+    const bool copied = l.in % kPadInputs != 0;
+    if (copied) {
+      normed_.fit(0, l.in);
+      normed_.data.assign(rows * normed_.stride, 0);
+      for (int i = 0; i < rows; ++i) std::memcpy(normed_.row(i), x + i * stride, sizeof(bf16) * l.in);
+      x = normed_.data.data(), stride = static_cast<int64_t>(normed_.stride);
+    }
+    pool_.run([&](int) {
+      if (wide)
+        gemm<To::kFloat>(pool_, l, x, stride, rows, y, y_stride);
+      else
+        gemm<To::kBf16>(pool_, l, x, stride, rows, y, y_stride);
+    });
+  }
+
+  void pack(const Linear& l, const bf16* plain, bf16* packed) {
+    pool_.run([&](int) { pool_.phase(blocks_of(l), [&](int block) { pack_block(l, plain, packed, block); }); });
+  }
+
+  void unpack(const Linear& l, bf16* plain) {
+    pool_.run([&](int) { pool_.phase(blocks_of(l), [&](int block) { unpack_block(l, plain, block); }); });
+  }
+
+ private:
+  void run(const Model& m, const Step& s, int thread) {
+    const Batch& b = s.batch;
+    const int half = m.head_dim / 2;
+    Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), nullptr, nullptr, s.head_stride, attended_.row(0),
+                static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
+    pool_.phase(b.rows, [&](int r) {
+      std::memcpy(stream_.row(r), m.embedding + b.tokens[r] * m.hidden, sizeof(bf16) * m.hidden);
+    });
+    for (int i = 0; i <= s.depth; ++i) {
+      // the stream after i layers: add what the last one made, show it, norm it for the next
+      pool_.phase(b.rows, [&](int r) {
+        if (i) add_to(stream_.row(r), added_.row(r), m.hidden);
+        for (int t = 0; t < s.taps; ++t)
+          if (s.tap_layers[t] == i)
+            std::memcpy(s.tapped + (static_cast<int64_t>(t) * b.rows + r) * m.hidden, stream_.row(r),
+                        sizeof(bf16) * m.hidden);
+        if (i < s.depth) rms_norm(stream_.row(r), m.layer[i].input_norm, m.hidden, m.eps, normed_.row(r));
+      });
+      if (i == s.depth) break;
+      const Layer& l = m.layer[i];
+      a.k = s.k + i * s.layer_stride;
+      a.v = s.v + i * s.layer_stride;
+      gemm<To::kBf16>(pool_, l.qkv, normed_.row(0), normed_.stride, b.rows, qkv_.row(0), qkv_.stride);
+      pool_.phase(b.rows, [&](int r) {
+        for (int h = 0; h < m.heads + 2 * m.kv_heads; ++h) {
+          bf16* x = qkv_.row(r) + h * m.head_dim;
+          const bool query = h < m.heads, value = h >= m.heads + m.kv_heads;
+          if (!value) {
+            const bf16* norm = query ? l.q_norm : l.k_norm;
+            if (norm) rms_norm(x, norm, m.head_dim, m.eps, x);
+            rotate(x, s.cos + static_cast<int64_t>(r) * half, s.sin + static_cast<int64_t>(r) * half, half, x);
+          }
+          if (query) continue;
+          const int64_t at = (value ? h - m.heads - m.kv_heads : h - m.heads) * s.head_stride + b.kv_index[r] * m.head_dim;
+          std::memcpy((value ? s.v : s.k) + i * s.layer_stride + at, x, sizeof(bf16) * m.head_dim);
+        }
+      });
+      pool_.phase(static_cast<int>(plan_.tiles.size()), [&](int t) {
+        attenders_[thread].run(a, b, plan_.tiles[t], partials_.data());
+      });
+      if (!plan_.joins.empty())
+        pool_.phase(static_cast<int>(plan_.joins.size()), [&](int j) { plan_.join(a, j, partials_.data()); });
+      gemm<To::kBf16>(pool_, l.o, attended_.row(0), attended_.stride, b.rows, added_.row(0), added_.stride);
+      pool_.phase(b.rows, [&](int r) {
+        add_to(stream_.row(r), added_.row(r), m.hidden);
+        rms_norm(stream_.row(r), l.post_norm, m.hidden, m.eps, normed_.row(r));
+      });
+      gemm<To::kSilu>(pool_, l.gate_up, normed_.row(0), normed_.stride, b.rows, inner_.row(0), inner_.stride);
+      gemm<To::kBf16>(pool_, l.down, inner_.row(0), inner_.stride, b.rows, added_.row(0), added_.stride);
+    }
+    if (b.samples == 0) return;
+    pool_.phase(b.samples, [&](int i) {
+      rms_norm(stream_.row(b.sample_rows[i]), m.norm, m.hidden, m.eps, normed_.row(i));
+    });
+    gemm<To::kFloat>(pool_, m.head, normed_.row(0), normed_.stride, b.samples, s.logits, m.vocab);
+  }
+
+  Pool pool_;
+  std::vector<Attender> attenders_;
+  Plan plan_;
+  std::vector<float> partials_;
+  Rows stream_, normed_, added_, qkv_, attended_, inner_;
+};
+
+// Whether the products of this build are right, at sizes with every kind of edge; 0 if so.
+int self_test() {
+  Runner runner(2);
+  for (int paired = 0; paired < 2; ++paired)
+    for (int rows = 1; rows <= 2 * kRowTile + 1; ++rows) {
+      const int in = 70, out = 52;
+      std::vector<bf16> plain(in * out), x(rows * in);
+      unsigned seed = 1;
+      const auto fill = [&](std::vector<bf16>& values) {  // multiples of 1/16 in [-1, 1): exact in bfloat16
+        for (auto& value : values) {
+          const float v = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 27) / 16.0f - 1.0f;
+          uint32_t bits;
+          std::memcpy(&bits, &v, 4);
+          value = static_cast<bf16>(bits >> 16);
+        }
+      };
+      const auto wide = [](bf16 value) {
+        const uint32_t bits = static_cast<uint32_t>(value) << 16;
+        float v;
+        std::memcpy(&v, &bits, 4);
+        return v;
+      };
+      fill(plain), fill(x);
+      Linear l{nullptr, nullptr, in, out, paired};
+      std::vector<bf16> packed(packed_size(l)), back(in * out);
+      runner.pack(l, plain.data(), packed.data());
+      l.weight = packed.data();
+      runner.unpack(l, back.data());
+      if (back != plain) return 1;
+      std::vector<float> y(rows * out, NAN);
+      runner.linear(l, x.data(), in, rows, y.data(), out, true);
+      for (int r = 0; r < rows; ++r)
+        for (int n = 0; n < out; ++n) {
+          float sum = 0;
+          for (int k = 0; k < in; ++k) sum += wide(x[r * in + k]) * wide(plain[n * in + k]);
+          if (!(std::fabs(sum - y[r * out + n]) < 1e-3f)) return 2;
+        }
+    }
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int minispec_self_test() { return self_test(); }
+
+Runner* minispec_open(int threads) { return new Runner(threads); }
+void minispec_close(Runner* runner) { delete runner; }
+
+int64_t minispec_packed_size(const Linear* l) { return packed_size(*l); }
+
+void minispec_pack(Runner* runner, const Linear* l, const bf16* plain, bf16* packed) { runner->pack(*l, plain, packed); }
+
+void minispec_unpack(Runner* runner, const Linear* l, bf16* plain) { runner->unpack(*l, plain); }
+
+void minispec_linear(Runner* runner, const Linear* l, const bf16* x, int64_t stride, int rows, void* y, int64_t y_stride,
+                     int wide) {
+  runner->linear(*l, x, stride, rows, y, y_stride, wide != 0);
+}
+
+void minispec_forward(Runner* runner, const Model* model, const Step* step) { runner->forward(*model, *step); }
+}

@@ -1,0 +1,307 @@
+"""The compiled step: built once, atomically; checked, timed, and then used; equal to eager torch, and to itself in any
+company."""
+
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minispec import compiled
+from minispec.batch import Span, StepBatch
+from minispec.compiled import Compilation, Probe, _deviation
+from minispec.errors import ConfigError
+from minispec.model import Llama, ModelConfig
+from minispec.model.linear import Linear
+from minispec.model.llama import Taps
+from minispec.native import build
+from minispec.native.library import Library, Team
+from minispec.native.model import CompiledForward, PackedHead, PackedLinear, packed_layer, plain_layer, unsupported
+from minispec.runner import ModelRunner, Phase
+
+needs_machine = pytest.mark.skipif(
+    build.obstacle() is not None or build.compiler() is None, reason="this machine cannot compile or run the step"
+)
+
+SHAPE = {
+    "vocab_size": 301, "hidden_size": 96, "intermediate_size": 136, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2,
+    "head_dim": 16, "max_position": 4096,
+}  # fmt: skip
+VARIANTS = {
+    "plain": {},
+    "biases and qk norm": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
+    "window": {"sliding_window": 40},
+    "wide heads, one for all": {"head_dim": 80, "num_kv_heads": 1, "hidden_size": 90},
+}
+
+
+@pytest.fixture(scope="module")
+def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The step, compiled once for this module as a user's machine would."""
+    path = tmp_path_factory.mktemp("compiled") / "step.so"
+    build.build(path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["step.so"]
+    return path
+
+
+@pytest.fixture
+def team(library_path: Path) -> Team:
+    return Team(Library(library_path), 2)
+
+
+def model(**changes) -> Llama:
+    config = ModelConfig(**SHAPE | changes)
+    return Llama.random(config, device="cpu", dtype=torch.bfloat16, seed=3, std=0.15)
+
+
+def compiled_forward(team: Team, llama: Llama) -> CompiledForward:
+    llama.layers = [packed_layer(team, team, layer) for layer in llama.layers]
+    llama.head = PackedHead(team, team, llama.head)
+    return CompiledForward(team, llama)
+
+
+def run(forward, runner: ModelRunner, spans: list[Span], **options) -> torch.Tensor:
+    window = runner.model.config.sliding_window
+    with torch.inference_mode():
+        return forward(StepBatch.build(spans, runner.kv.page_size, "cpu", window), runner.kv, **options)
+
+
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Size of the difference as a share of the size."""
+    return ((got - expected).float().norm() / expected.float().norm()).item()
+
+
+@needs_machine
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_agrees_with_eager(variant: str, team: Team) -> None:
+    llama = model(**VARIANTS[variant])
+    probe = Probe(llama)
+    eager = torch.cat(probe.logits(llama.forward))
+    got = torch.cat(probe.logits(compiled_forward(team, llama)))
+    deviation = _deviation(got, eager)
+    assert deviation.median() < 0.03
+    assert deviation.max() < 0.1
+    # the eager forward goes on over the same weights
+    assert _deviation(torch.cat(probe.logits(llama.forward)), eager).max() < 0.1
+
+
+@needs_machine
+def test_layers_taps_and_kv_agree_with_eager(team: Team) -> None:
+    llama = model()
+    runners = [ModelRunner(llama, pages=6, page_size=16) for _ in range(2)]
+    spans = [Span.chunk(range(5, 38), [4, 1, 2], 0, sample_last=True), Span.chunk([1, 2], [5], 0, sample_last=False)]
+    for runner in runners:  # positions that are never written are compared too
+        runner.kv.k.zero_(), runner.kv.v.zero_()
+    eager_taps, taps = Taps((0, 2)), Taps((0, 2))
+    expected = run(llama.forward, runners[0], spans, layers=2, taps=eager_taps)
+    got = run(compiled_forward(team, llama), runners[1], spans, layers=2, taps=taps)
+    assert got.shape == (1, 301)
+    assert _deviation(got, expected).max() < 0.05
+    assert torch.equal(taps.hidden[0], eager_taps.hidden[0])
+    assert apart(taps.features, eager_taps.features) < 0.02
+    for ours, theirs in ((runners[1].kv.k, runners[0].kv.k), (runners[1].kv.v, runners[0].kv.v)):
+        assert apart(ours, theirs) < 0.02
+        assert not ours[2].any()  # the layer that was left out
+        assert not ours[:, :, :16].any()  # page 0 belongs to nobody
+
+
+@needs_machine
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_rows_bits_depend_on_its_text_alone(team: Team, window: int | None) -> None:
+    """Token by token, in a chunk, in a branching tree across a boundary of chunks, beside others: the same bits."""
+    llama = model(sliding_window=window)
+    forward = compiled_forward(team, llama)
+    text = [(i * 131 + 7) % 301 for i in range(263)]
+
+    def fresh(cached: int, pages: list[int]) -> ModelRunner:
+        runner = ModelRunner(llama, pages=40, page_size=16)
+        if cached:
+            run(forward, runner, [Span.chunk(text[:cached], pages, 0, sample_last=False)])
+        return runner
+
+    pages = [*range(20, 38)]
+    alone = fresh(250, pages)
+    expected = torch.cat(
+        [run(forward, alone, [Span.chunk([text[i]], pages, i, sample_last=True)]) for i in range(250, 263)]
+    )
+
+    together = fresh(0, pages)
+    chunk = Span(text, pages, 0, range(263), None, range(250, 263))
+    assert torch.equal(run(forward, together, [chunk]), expected)
+
+    # the text is every other node; between them siblings that it does not take
+    tokens, parents = [text[250]], [-1]
+    for token in text[251:263]:
+        before = max(len(tokens) - 2, 0)
+        tokens += [token, (token + 1) % 301]
+        parents += [before, before]
+    ancestors, depths = [], []
+    for i, parent in enumerate(parents):
+        ancestors.append((ancestors[parent] if i else 0) | 1 << i)
+        depths.append(depths[parent] + 1 if i else 0)
+    tree = Span(tokens, list(reversed(pages)), 250, depths, ancestors, range(len(tokens)))
+    branching = fresh(250, list(reversed(pages)))
+    others = [Span.chunk(text[40:60], [1, 0], 0, sample_last=True), tree]
+    logits = run(forward, branching, others)[1:]
+    assert torch.equal(logits[[0, *range(1, 24, 2)]], expected)
+
+
+@needs_machine
+@pytest.mark.parametrize("paired", [False, True])
+def test_packed_linear(paired: bool, team: Team) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn((52, 70), generator=generator).bfloat16()
+    bias = torch.randn(52, generator=generator).bfloat16()
+    linear = PackedLinear(team, team, weight, bias, paired=paired)
+    assert torch.equal(linear.unpacked(), weight)
+    x = torch.randn((5, 8, 70), generator=generator).bfloat16()
+    expected = x.float() @ weight.float().T + bias.float()
+    torch.testing.assert_close(linear.apply(x, torch.float32), expected, atol=1e-3, rtol=1e-3)
+    assert torch.equal(linear(x), linear.apply(x, torch.float32).bfloat16())
+    assert torch.equal(linear(x[:, ::3]), linear(x)[:, ::3])  # strided rows
+    assert linear(x[:0]).shape == (0, 8, 52)
+
+
+@needs_machine
+def test_weights_go_there_and_back(team: Team) -> None:
+    layer = model().layers[0]
+    x = torch.randn(3, 96).bfloat16()
+    expected = layer.gate_up(x)
+    back = plain_layer(packed_layer(team, team, layer))
+    assert type(back.gate_up) is Linear
+    assert torch.equal(back.gate_up(x), expected)
+
+
+@needs_machine
+def test_switches_while_running_and_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Probe, "seconds", lambda *_: {1: 1.0})  # as fast as eager: what is tested here is the switch
+    llama = model()
+    runner = ModelRunner(llama, pages=32, page_size=16)
+    span = Span.chunk(range(30), [3, 4], 0, sample_last=True)
+    eager = runner.forward([span])
+    state = Compilation([runner]).start()
+    assert state is runner.compile_state
+    deadline = time.monotonic() + 240
+    while state.phase in (Phase.BUILDING, Phase.CHECKING):
+        assert _deviation(runner.forward([span]), eager).max() < 0.1
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # a request now and then
+    assert state.phase is Phase.READY, state.reason
+    assert _deviation(runner.forward([span]), eager).max() < 0.1
+    assert isinstance(llama.layers[0].qkv, PackedLinear)
+    assert build.library_path().exists()
+
+    again = ModelRunner(model(), pages=32, page_size=16)
+    monkeypatch.setattr(build, "compiler", lambda: None)  # nor is one needed
+    assert Compilation([again]).start().phase is Phase.READY
+
+
+@needs_machine
+def test_what_is_no_faster_is_not_used(
+    library_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter([{1: 1.0, 16: 2.0}, {1: 0.5, 16: 2.1}])
+    monkeypatch.setattr(Probe, "seconds", lambda *_: next(times))
+    cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
+    runner = ModelRunner(model(), pages=4, page_size=16)
+    with caplog.at_level(logging.INFO, compiled.__name__):
+        state = Compilation([runner], cached=cached).start()
+    assert state.phase is Phase.SLOWER
+    assert "run eagerly" in caplog.text
+    assert type(runner.model.layers[0].down) is Linear
+    assert runner._forward == runner.model.forward
+
+
+@needs_machine
+def test_what_is_wrong_is_not_used(
+    library_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
+    right = CompiledForward.__call__
+    monkeypatch.setattr(CompiledForward, "__call__", lambda self, batch, kv: right(self, batch, kv).flip(-1))
+    runner = ModelRunner(model(), pages=4, page_size=16)
+    eager = Probe(runner.model).logits(runner.model.forward)
+    state = Compilation([runner], cached=cached).start()
+    assert state.phase is Phase.FAILED
+    assert "deviate" in state.reason
+    assert "deviate" in caplog.text
+    assert not cached.exists()
+    for ours, theirs in zip(Probe(runner.model).logits(runner._forward), eager, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_machine
+@pytest.mark.parametrize("content", [b"", b"not a library at all", None])
+def test_a_bad_file_in_the_cache_is_left_and_removed(
+    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = tmp_path / "step.so"
+    if content is None:  # a library, but not ours
+        import _hashlib
+
+        shutil.copy(_hashlib.__file__, cached)
+    else:
+        cached.write_bytes(content)
+    runner = ModelRunner(model(), pages=4, page_size=16)
+    assert Compilation([runner], cached=cached).start().phase is Phase.FAILED
+    assert "steps run eagerly" in caplog.text
+    assert not cached.exists()
+    assert runner.forward([Span.chunk([1, 2], [0], 0, sample_last=True)]).isfinite().all()
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cxx"
+    broken.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    path = tmp_path / "cache" / "step.so"
+    with pytest.raises(build.BuildError, match="status 3: no such flag"):
+        build.build(path)
+    assert list(path.parent.iterdir()) == []
+    # what compiles and then fails its own test is no better
+    broken.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho junk > "$2"\n')
+    with pytest.raises(build.BuildError, match="self-test"):
+        build.build(path)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_the_name_holds_what_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = build.library_path()
+    assert first == build.library_path()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "processor", lambda: ("another", frozenset(build.NEEDED)))
+        assert build.library_path() != first
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+        assert build.library_path() != first
+    shutil.copytree(build.SOURCES, tmp_path / "native")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
+    assert build.library_path() == first
+    (tmp_path / "native" / "gemm.h").write_text("// changed\n")
+    assert build.library_path() != first
+
+
+def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "processor", lambda: ("old", frozenset({"avx2"})))
+    runner = ModelRunner(model(), pages=4, page_size=16)
+    with caplog.at_level(logging.INFO, compiled.__name__):
+        assert Compilation([runner]).start().phase is Phase.UNSUPPORTED
+    assert "steps run eagerly" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be compiled here"):
+        compiled.compile_ahead(None)
+    monkeypatch.setattr(build, "obstacle", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "install g++" in Compilation([runner]).start().reason
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
+        compiled.compile_ahead(None)
+
+
+def test_what_models_it_cannot_run() -> None:
+    assert unsupported(model()) is None
+    assert "24" in (unsupported(model(head_dim=24)) or "")
+    wide = Llama.random(ModelConfig(**SHAPE), device="cpu", dtype=torch.float32)
+    assert "float32" in (unsupported(wide) or "")
