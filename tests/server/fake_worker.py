@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,13 @@ class LiveServer:
         host, port = self.url.removeprefix("http://").rsplit(":", 1)
         return host, int(port)
 
+    @cached_property
+    def client(self) -> httpx.Client:
+        """Kept, as making one takes longer than most requests. Thread-safe."""
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **kwargs)
+        return self.client.post(path, json=body, **kwargs)
 
     def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
@@ -228,9 +234,11 @@ def live_server(
     if loaded:
         wait_for(lambda: worker.state is not WorkerState.LOADING)
         assert worker.state is WorkerState.READY, worker.error
+    live = LiveServer(url, script, worker, api, may_load)
     try:
-        yield LiveServer(url, script, worker, api, may_load)
+        yield live
     finally:
+        live.client.close()
         script.gate.set()
         may_load.set()
         worker.stop()

@@ -29,7 +29,7 @@ def assert_error(response, status, param=..., code=...):
 
 def send_raw(server, body: str | bytes, path=CHAT, content_type="application/json"):
     headers = {"Content-Type": content_type} if content_type else {}
-    return httpx.post(server.url + path, content=body, headers=headers, timeout=20)
+    return server.client.post(path, content=body, headers=headers)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"])
