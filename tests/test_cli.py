@@ -28,7 +28,7 @@ def test_version(capsys):
     assert status == 0 and out.startswith("minispec ")
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench", "tune-tree", "pull"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "bench", "tune-tree", "train-draft", "pull"])
 def test_every_option_explains_itself(capsys, command):
     status, out, _ = run(capsys, command, "--help")
     assert status == 0 and "Usage: minispec " + command in out
@@ -50,7 +50,7 @@ def test_help_does_not_import_torch():
     ("args", "words"),
     [
         (["sreve"], "Did you mean 'serve'?"),
-        (["frobnicate"], "Commands: bench, chat, generate, pull, serve, tune-tree"),
+        (["frobnicate"], "Commands: bench, chat, compile, generate, pull, serve, train-draft, tune-tree"),
         (["--traget", "x"], "--target"),
         (["serve", "--prot", "1"], "--port"),
         (["serve"], "--target"),
