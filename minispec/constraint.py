@@ -12,7 +12,6 @@ stands between two values is then decided by the grammar alone, and is drafted w
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,9 +125,9 @@ class Constraint(Protocol):
     def masks(self, tree: DraftTree) -> Tensor:
         """The tokens allowed after each node, along its own path.
 
-        End-of-sequence tokens are among them exactly where the text may end, save below ``min_tokens`` and under
-        ``ignore_eos``, which hold them back as long as anything else may follow. No row is empty: where the grammar has
-        no way on every token is allowed, and ``accept`` will refuse whichever comes.
+        End-of-sequence tokens are among them exactly where the text may end; under ``ignore_eos`` only where it must.
+        No row is empty: where the grammar has no way on every token is allowed, and ``accept`` will refuse whichever
+        comes.
 
         Returns:
             [nodes, ceil(vocab_size / 32)] int32 on the CPU: bit ``t % 32`` of word ``t // 32`` for token t.
@@ -161,11 +160,10 @@ class Grammars:
         self._compiled: OrderedDict[OutputFormat, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def constraint(self, output_format: OutputFormat, *, min_tokens: int = 0, ignore_eos: bool = False) -> Constraint:
+    def constraint(self, output_format: OutputFormat, *, ignore_eos: bool = False) -> Constraint:
         """A constraint at the beginning of a text. Compiles what it has not met before: some milliseconds as a rule.
 
         Args:
-            min_tokens: the text may not end before that many tokens unless the grammar leaves no choice.
             ignore_eos: the text ends only where the grammar leaves no choice.
 
         Raises:
@@ -180,7 +178,7 @@ class Grammars:
             self._compiled.move_to_end(output_format)
             while len(self._compiled) > _COMPILED:
                 self._compiled.popitem(last=False)
-            return GrammarConstraint(matcher, self._vocabulary, sys.maxsize if ignore_eos else min_tokens)
+            return GrammarConstraint(matcher, self._vocabulary, ignore_eos=ignore_eos)
 
 
 class GrammarConstraint:
@@ -189,16 +187,16 @@ class GrammarConstraint:
     Args:
         start: the compiled grammar at the beginning of a text; copied, not changed.
         vocabulary: of the target.
-        min_tokens: output length from which on the text may end of the target's own will.
+        ignore_eos: the text ends only where it must.
     """
 
-    def __init__(self, start: LLMatcher, vocabulary: Vocabulary, min_tokens: int = 0) -> None:
+    def __init__(self, start: LLMatcher, vocabulary: Vocabulary, *, ignore_eos: bool = False) -> None:
         self.done = False
         self.error: str | None = None
         self._start = start
         self._matcher = start.deep_copy()
         self._vocabulary = vocabulary
-        self._min_tokens = min_tokens
+        self._ignore_eos = ignore_eos
         self._text: list[int] = []
         self._too_complex = ""
 
@@ -211,8 +209,7 @@ class GrammarConstraint:
             if self._matcher.is_error():  # what was written then says that the text may end
                 rows[node] = 0
                 self._too_complex = self._matcher.get_error()
-        may_end = [len(self._text) + depth >= self._min_tokens for depth in tree.depth]
-        return vocabulary.masks(rows, torch.tensor(may_end))
+        return vocabulary.masks(rows, may_end=not self._ignore_eos)
 
     def accept(self, token: int) -> bool:
         if token in self._vocabulary.eos_ids:

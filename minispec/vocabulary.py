@@ -48,20 +48,19 @@ class Vocabulary:
         """Whether the token adds bytes to a text; ids without logits do not."""
         return 0 <= token < len(self._is_text) and self._is_text[token]
 
-    def masks(self, rows: Tensor, may_end: Tensor) -> Tensor:
+    def masks(self, rows: Tensor, *, may_end: bool) -> Tensor:
         """llguidance's masks as masks over logits.
 
         Args:
             rows: [n, library_words] int32 as computed by llguidance, zero where there is nothing to be said.
-            may_end: [n] bool, where the text may end if the grammar lets it. It ends in any case where a grammar has
-                no other way on.
+            may_end: the text may end where the grammar lets it, and not only where nothing else may follow.
 
         Returns:
             [n, ceil(vocab_size / 32)] int32; a row that would be empty allows every token.
         """
         text = rows[:, : len(self._text_words)] & self._text_words
         complete = (rows[:, self._end // _WORD_BITS] >> (self._end % _WORD_BITS)) & 1 == 1
-        ends = complete & (may_end | ~text.any(dim=1))
+        ends = complete if may_end else complete & ~text.any(dim=1)
         masks = torch.where(ends[:, None], text | self._eos_words, text)
         return torch.where(masks.any(dim=1)[:, None], masks, self._text_words | self._eos_words)
 
