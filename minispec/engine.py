@@ -248,7 +248,7 @@ class Engine:
             return None
         slot = next((slot for slot in self.scheduler.running if slot.request is request), None)
         if slot is not None:
-            self._release(slot)
+            self._release(slot, reason)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
         return self._finish(request, reason, error)
@@ -292,9 +292,9 @@ class Engine:
             self.budget.observe(rows, len(plan.decoding), self._clock() - begin)
         events = [event for result in results if (event := self._advance(result)) is not None]
         for event in events:
-            if event.request.finished:
+            if (reason := event.request.finish_reason) is not None:
                 slot = next(slot for slot in self.scheduler.running if slot.request is event.request)
-                self._release(slot)
+                self._release(slot, reason)
         if failed and len(failed) == len(results):
             self._probe(failed[0])
         return events
@@ -449,6 +449,6 @@ class Engine:
         if not healthy:
             raise EngineFailed("the target's logits are not finite any more, whatever the text") from failed.error
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slot: Slot, reason: FinishReason) -> None:
         self._drafting.end(slot)
-        self.scheduler.release(slot, sound=slot.request.finish_reason is not FinishReason.ERROR)
+        self.scheduler.release(slot, sound=reason is not FinishReason.ERROR)

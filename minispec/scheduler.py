@@ -249,9 +249,12 @@ class Scheduler:
     def _move(self, slot: Slot, count: int) -> bool:
         """Put a slot's text into ``count`` consecutive pages, with room to grow if there is a place; False if not."""
         assert self._copy is not None
-        claimed = [self._growth(other) for other in self.running if other is not slot]
-        longest = len(slot.request.tokens) + min(slot.request.remaining, _GROWTH)
-        for room in (self._pages_for(longest), count):
+        claimed = [
+            range(other.pages[-1] + 1, other.pages[-1] + 1 + self._room(other) - len(other.pages))
+            for other in self.running
+            if other is not slot
+        ]
+        for room in (self._room(slot), count):
             first = self.pool.place(max(room, count), claimed)
             if first is not None:
                 break
@@ -266,10 +269,10 @@ class Scheduler:
         self.pool.move(slot.chain, pages[: len(slot.chain)])
         return True
 
-    def _growth(self, slot: Slot) -> range:
-        """The pages behind a slot's that its text will want."""
-        longest = len(slot.request.tokens) + min(slot.request.remaining, _GROWTH)
-        return range(slot.pages[-1] + 1, slot.pages[-1] + 1 + self._pages_for(longest) - len(slot.pages))
+    def _room(self, slot: Slot) -> int:
+        """The pages that a slot's text and its trees will want."""
+        growth = min(slot.request.remaining, _GROWTH) + min(self.max_tree_tokens, MAX_NODES)
+        return self._pages_for(len(slot.request.tokens) + growth)
 
     def _reclaim(self) -> bool:
         """Take back pages that earlier trees needed and the text has not reached; False if there are none."""

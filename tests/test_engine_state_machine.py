@@ -278,10 +278,10 @@ class TinyServing(Serving):
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 TestScripted = ScriptedServing.TestCase
-TestScripted.settings = settings(max_examples=100, stateful_step_count=25, **COMMON)
+TestScripted.settings = settings(max_examples=80, stateful_step_count=25, **COMMON)
 
 TestTiny = TinyServing.TestCase
-TestTiny.settings = settings(max_examples=12, stateful_step_count=20, **COMMON)
+TestTiny.settings = settings(max_examples=10, stateful_step_count=20, **COMMON)
 
 
 class ScriptedServingLong(ScriptedServing):
