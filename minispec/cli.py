@@ -290,6 +290,8 @@ def generate(prompt: str, stop: tuple[str, ...], raw: bool, as_json: bool, threa
         click.echo(json.dumps(asdict(output)))
     else:
         click.echo()
+    if request.error is not None:
+        raise MinispecError(request.error)
     return 0
 
 

@@ -33,20 +33,22 @@ class RequestOutput:
     Attributes:
         text: generated text, without the stop string.
         token_ids: generated ids, with the token that ended the request.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop``, ``length``, or ``error`` where the request could not be gone on with.
         usage: prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details {cached_tokens} and speculation
             {steps, drafted, accepted, acceptance_length}.
+        error: what went wrong, for ``error``.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     usage: dict[str, Any]
+    error: str | None = None
 
     @staticmethod
     def of(request: Request) -> RequestOutput:
         assert request.finish_reason is not None
-        return RequestOutput(request.text, request.output, request.finish_reason.value, usage(request))
+        return RequestOutput(request.text, request.output, request.finish_reason.value, usage(request), request.error)
 
 
 def usage(request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from minispec.containment import EngineFailed
 from minispec.errors import RequestError
 from minispec.llm import LLM
 from minispec.request import SamplingParams
@@ -215,18 +216,33 @@ def test_streams_side_by_side_get_their_own_events(llm):
     assert between.token_ids == llm.generate("Between", greedy(25))[0].token_ids
 
 
-def test_a_fault_leaves_nothing_behind(llm, monkeypatch):
+def test_a_fault_in_one_prompt_is_that_ones_error(llm):
+    alone = llm.generate("Hello", greedy(30))[0]
+
+    def fail(stage, requests):
+        if stage == "sample" and any(bytes(request.prompt[-5:]) == b"World" for request in requests):
+            raise RuntimeError("boom")
+
+    llm.engine.on_stage = fail
+    good, bad = llm.generate(["Hello", "World"], greedy(30))
+    llm.engine.on_stage = None
+    assert good.token_ids == alone.token_ids and good.error is None
+    assert bad.finish_reason == "error" and "sample" in bad.error
+    nothing_is_left(llm)
+
+
+def test_a_fatal_fault_leaves_nothing_behind(llm, monkeypatch):
     forward, calls = llm.engine.runner.forward, 0
 
     def breaks(*args, **named):
         nonlocal calls
         calls += 1
-        if calls == 4:
+        if calls >= 4:
             raise RuntimeError("boom")
         return forward(*args, **named)
 
     monkeypatch.setattr(llm.engine.runner, "forward", breaks)
-    with pytest.raises(RuntimeError, match="boom"):
+    with pytest.raises(EngineFailed, match="boom"):
         llm.generate(["Hello", "World"], greedy(90))
     nothing_is_left(llm)
     monkeypatch.undo()

@@ -212,6 +212,18 @@ def test_the_dashboard_shows_what_is_exported(serve):
     }
 
 
+def test_the_docs_name_every_metric(serve):
+    exported = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in scrape(serve()) if name.startswith("minispec_")
+    }
+    documented = set(re.findall(r"`(minispec_\w+)", (DASHBOARD.parent / "reliability.md").read_text()))
+    assert exported - documented == set() and documented - exported == {  # until something happens
+        "minispec_http_responses_total",
+        "minispec_drafter_drafted_tokens_total",
+        "minispec_drafter_accepted_tokens_total",
+    }
+
+
 @pytest.mark.parametrize("query", queries())
 def test_every_panel_query_parses(query):
     promql_parser.parse(query.replace("$__rate_interval", "5m"))
