@@ -76,10 +76,10 @@ class PagePool:
                 f"{count} pages wanted, {len(self._free)} of {self.total} free"
                 + (f" and {len(self._cached)} cached" if self._cached else "")
             )
+        while len(self._free) < count:
+            self._evict(next(iter(self._cached)))
         pages = []
         for _ in range(count):
-            if not self._free:
-                self._evict(next(iter(self._cached)))
             page = near if near in self._free else next(reversed(self._free))
             del self._free[page]
             self._holders[page] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minispec.prefix_cache import PrefixCache
 from minispec.request import FinishReason, SamplingParams, SpeculationParams
 from scripted import ScriptedDrafter, chain, generate, run, scripted_engine, table
 from tiny_engine import VOCAB as TINY_VOCAB
@@ -144,6 +145,29 @@ def test_a_preempted_request_finds_its_own_text_again():
     assert rows[True] < rows[False]
 
 
+def test_many_prompts_through_a_small_pool():
+    """Pages of finished texts make room for new ones, and an evicted text is not found again."""
+    serving = engine(pages=20, max_slots=3, max_context=60)
+    texts = [[n % 29, n // 29, *prompt(10, n)] for n in range(100)]
+    params = SamplingParams(max_tokens=3, temperature=0)
+    requests = run(serving, texts, [params] * 100)
+    for request in requests:
+        assert request.output == solo(request.prompt, 3)
+    assert serving.pool.evictions > 100 and serving.pool.owned == 0
+    assert serving.pool.free + serving.pool.cached == 20
+    assert generate(serving, texts[99], max_tokens=3).cached_tokens > 0
+    again = generate(serving, texts[0], max_tokens=3)
+    assert again.cached_tokens == 0 and again.output == requests[0].output
+
+
+def test_clashing_hashes_serve_nobody_anothers_text(monkeypatch):
+    monkeypatch.setattr(PrefixCache, "_key", lambda *_: b"same")
+    serving = engine(max_slots=3)
+    texts = [prompt(4 + n, n % 5) for n in range(20)] * 2
+    for request in run(serving, texts, [SamplingParams(max_tokens=5, temperature=0)] * 40):
+        assert request.output == solo(request.prompt, 5)
+
+
 def test_owners_and_switched_off_caches_have_no_hits():
     serving = engine()
     params = SamplingParams(max_tokens=2, temperature=0)
@@ -186,6 +210,15 @@ def test_drafts_are_the_same_behind_a_hit(draft, length):
     more = generate(serving, first.tokens, max_tokens=10)
     cold = generate(tiny_engine(draft, page_size=8, depth=3, width=3), first.tokens, max_tokens=10)
     assert more.output == cold.output and more.cached_tokens > length
+
+
+def test_a_draft_that_is_the_target_is_always_right_behind_a_hit():
+    serving = tiny_engine("itself", page_size=8, depth=4, width=1)
+    text = [(7 * i + 3) % TINY_VOCAB for i in range(60)]
+    for cached in (0, 56):
+        request = generate(serving, text, max_tokens=41)
+        stats = request.speculation
+        assert request.cached_tokens == cached and (stats.steps, stats.drafted, stats.accepted) == (8, 32, 32)
 
 
 def test_a_draft_model_does_not_read_a_prompt_twice():

@@ -163,10 +163,18 @@ def test_a_request_that_can_never_fit_is_refused_and_the_largest_that_can_runs_a
     assert done.num_output == 39 and engine.stats.preemptions == 0
 
 
-def test_two_long_requests_in_a_pool_for_one_and_a_bit():
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_two_long_requests_in_a_pool_for_one_and_a_bit(prefix_cache):
     """Each gives way at most once or twice, and little is computed again."""
     engine = scripted_engine(
-        table(counting, VOCAB), VOCAB, pages=18, page_size=PAGE, max_context=60, max_slots=2, max_step_tokens=16
+        table(counting, VOCAB),
+        VOCAB,
+        pages=18,
+        page_size=PAGE,
+        max_context=60,
+        max_slots=2,
+        max_step_tokens=16,
+        prefix_cache=prefix_cache,
     )
     params = SamplingParams(max_tokens=30, temperature=0)
     both = [engine.make_request([first] * 30, params) for first in (3, 7)]
