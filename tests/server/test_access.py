@@ -21,6 +21,7 @@ PATHS = (
     *("/", "/nope", "/metrics", "/health/", "//health", "/health/x", "/Health", "/v1", "/v1/", "/v1/models"),
     *("/v1/models/", "/v1/models/scripted", "/v1/chat/completions", "/v1/chat/completions/", "//v1/completions"),
     *("/v1/completions", "/v1/completions/", "/v1/../health", "/%68ealth/", "/v1/models/../../health", "/docs"),
+    *("/openapi.json", "/tokenize", "/detokenize", "/v1/tokenize"),
 )
 
 
