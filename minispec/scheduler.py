@@ -1,7 +1,7 @@
 """Continuous batching over a fixed number of slots (Orca: Yu et al., OSDI 2022), with chunked prefill.
 
-Decides who runs, how many rows each gets in a step, and whose pages pay when the pool runs dry: pages that past trees
-left over first, then pages that are only remembered, then those of the youngest request. Knows pages and counts, not
+Decides who runs, how many rows each gets in a step, and whose pages pay when the pool runs dry: first those that are
+only remembered, then those that past trees have left over, then the youngest request's. Knows pages and counts, not
 tensors.
 """
 
