@@ -14,8 +14,9 @@ from torch import Tensor
 from minispec import kernels
 from minispec.batch import StepBatch
 from minispec.kv_cache import KVCache
+from minispec.model import fixed_attention
 from minispec.model.config import ModelConfig
-from minispec.model.linear import Head, Linear
+from minispec.model.linear import Head, Linear, Linears
 from minispec.model.loader import EMBEDDING, HEAD, check_folder, expected_shapes
 from minispec.model.rope import Rope
 
@@ -83,15 +84,21 @@ class Llama:
         device: torch.device,
         dtype: torch.dtype,
         vocab_size: int,
+        deterministic: bool = False,
     ) -> None:
         """Build from ``take``; most callers want ``load`` or ``random``. ``own_head``: there are weights for a head."""
         self.config = config
         self.device, self.dtype = device, dtype
         self.rope = Rope(config.rope, config.head_dim, device)
         self.scale = config.head_dim**-0.5
+        self.attention = kernels.tree_attention
+        if deterministic:
+            fixed_attention.check(config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads)
+            self.attention = fixed_attention.fixed_attention
         self._widths = [h * config.head_dim for h in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.embedding = take(EMBEDDING)
-        self.layers = [_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
+        linears = Linears(deterministic=deterministic)
+        self.layers = [_layer(config, take, linears, f"model.layers.{i}.") for i in range(config.num_layers)]
         self.norm = take("model.norm.weight")
         head = take(HEAD) if own_head else self.embedding
         if own_head and config.tie_word_embeddings:
@@ -99,12 +106,18 @@ class Llama:
                 head = self.embedding
             else:  # as transformers 5 does
                 log.warning("tie_word_embeddings is set, but the weights hold another head; using that head")
-        self.head = Head(head[:vocab_size])
+        head = head[:vocab_size]
+        self.head = Head(head, linears(head))
         self.vocab_size = self.head.vocab_size
 
     @staticmethod
     def load(
-        folder: Path | str, *, device: torch.device | str, dtype: torch.dtype, vocab_size: int | None = None
+        folder: Path | str,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        vocab_size: int | None = None,
+        deterministic: bool = False,
     ) -> Llama:
         """Load a folder in the Hugging Face layout.
 
@@ -113,8 +126,10 @@ class Llama:
             device, dtype: of weights, activations and KV.
             vocab_size: ids the tokenizer knows. Vocabularies are often padded; the head is narrowed to this many
                 ids, so that padding is never produced. None, or more than the head has, keeps all.
+            deterministic: a token's result shall not depend on who shares its step, see ``random``.
 
         Raises:
+            ConfigError: ``deterministic`` cannot be had on this machine.
             ModelError: the folder cannot be used, see ``ModelConfig.from_folder`` and ``check_folder``.
         """
         config = ModelConfig.from_folder(folder)
@@ -132,11 +147,18 @@ class Llama:
                 device=device,
                 dtype=dtype,
                 vocab_size=config.vocab_size if vocab_size is None else vocab_size,
+                deterministic=deterministic,
             )
 
     @staticmethod
     def random(
-        config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0, std: float = 0.02
+        config: ModelConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        seed: int = 0,
+        std: float = 0.02,
+        deterministic: bool = False,
     ) -> Llama:
         """A model with random weights (normal with deviation ``std``; norms are 1), for benchmarks and tests."""
         device = torch.device(device)
@@ -157,6 +179,7 @@ class Llama:
                 device=device,
                 dtype=dtype,
                 vocab_size=config.vocab_size,
+                deterministic=deterministic,
             )
 
     def forward(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
@@ -185,7 +208,7 @@ class Llama:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = kernels.qk_norm(q, k, layer.q_norm, layer.k_norm, eps)
             q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
-            attended = kernels.tree_attention(q, k_cache, v_cache, batch, scale)
+            attended = self.attention(q, k_cache, v_cache, batch, scale)
             y, residual = kernels.rms_norm(layer.o(attended.view(rows, -1)), layer.post_norm, eps, residual)
             x = layer.down(kernels.silu_mul(layer.gate_up(y)))
         if taps is not None and depth in taps.layers:
@@ -196,9 +219,9 @@ class Llama:
         return self.head(kernels.rms_norm(x, self.norm, eps, residual)[0])
 
 
-def _layer(config: ModelConfig, take: Take, prefix: str) -> Layer:
+def _layer(config: ModelConfig, take: Take, linears: Linears, prefix: str) -> Layer:
     def linear(bias: bool, *names: str) -> Linear:
-        return Linear(
+        return linears(
             take(*(f"{prefix}{name}.weight" for name in names)),
             take(*(f"{prefix}{name}.bias" for name in names)) if bias else None,
         )
