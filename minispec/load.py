@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -25,6 +23,7 @@ from minispec.engine import Engine
 from minispec.errors import ConfigError, ModelError, RequestError
 from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
+from minispec.memory import give_back_memory
 from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
 from minispec.model.loader import check_folder
@@ -50,6 +49,11 @@ def preflight(config: EngineConfig) -> None:
     """
     device = resolve_device(config.device)
     resolve_dtype(config.dtype, device)
+    if config.deterministic and device.type != "cpu":
+        raise ConfigError(
+            "--deterministic is for models on a CPU: on a GPU libraries choose kernels, and with them the order of sums, "
+            "by the number of rows. Leave it out, or use --device cpu"
+        )
     folder = hub.resolve(config.target)
     model = ModelConfig.from_folder(folder)
     check_folder(folder, model)
@@ -71,7 +75,9 @@ def load_engine(config: EngineConfig) -> Engine:
     dtype = resolve_dtype(config.dtype, device)
     folder = hub.resolve(config.target)
     tokenizer = Tokenizer.from_folder(folder)
-    target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
+    target = Llama.load(
+        folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size, deterministic=config.deterministic
+    )
     draft = build.load(config.draft, target, folder, config.tree, draft_device(config, device))
 
     max_context = _max_context(config, target.config)
@@ -82,7 +88,9 @@ def load_engine(config: EngineConfig) -> Engine:
     drafter = draft.make(runner, noise, pages, config.prefix_cache)
     if config.compile == "auto" and device.type == "cpu":
         drafting = [own for member in drafter.members for own in member.runners]
-        Compilation([runner, *(own for own in drafting if own.device == device)]).start()
+        compilation = Compilation([runner, *(own for own in drafting if own.device == device)])
+        # a request that began eagerly and went on compiled would not be what it is alone
+        compilation.start(wait=config.deterministic)
     runner.prepare(config.max_slots, taps=drafter.taps)
     for member in drafter.members:
         member.prepare(config.max_slots)
@@ -123,12 +131,6 @@ def load_engine(config: EngineConfig) -> Engine:
     give_back_memory()
     logger.info("%s ready in %.1f s: %s", engine.name, time.monotonic() - started, engine.description)
     return engine
-
-
-def give_back_memory() -> None:
-    """Return to the system what loading has freed. glibc would keep it: a fifth of a small model's weights."""
-    with contextlib.suppress(AttributeError, OSError):  # other C libraries have no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def draft_device(config: EngineConfig, target: torch.device) -> torch.device:

@@ -55,8 +55,8 @@ def fetches_per_step(slots: int, **sampling) -> set[int]:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}])
 def test_the_host_fetches_as_often_for_many_slots_as_for_one(sampling):
-    """Failure case j5: one fetch for the tokens of all. The CPU's sampler looks at a tensor now and then, where there is
-    nothing to wait for, but not once per row."""
+    """Failure case j5: one fetch for the tokens of all. The CPU's sampler looks at a tensor now and then, where there
+    is nothing to wait for, but not once per row."""
     alone, together = fetches_per_step(1, **sampling), fetches_per_step(16, **sampling)
     assert max(together) < max(alone) + 8
     if not sampling["temperature"]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 
 from minispec.constraint import PARAM as FORMAT_PARAM
 from minispec.errors import RequestError
+from minispec.memory import give_back_memory
 from minispec.request import Request, SamplingParams, TokenEvent
 from minispec.server import metrics
 from minispec.server.access_log import AccessLog
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 
 # A body of this many bytes takes longer to parse and tokenize than to hand to another thread and back.
 _LONG_BODY = 8192
+# One that takes so much memory meanwhile that what is free again should not stay with the process.
+_HUGE_BODY = 1 << 18
 
 BODY_TIMEOUT = 60.0  # seconds for a whole body
 # How much of a too large body is read and dropped, so that the client gets to read the answer: a connection that is
@@ -105,6 +109,7 @@ class Api:
         self._worker = worker
         self._options = options
         self._latencies = metrics.Latencies()
+        self._long_bodies = anyio.CapacityLimiter(1)
         self._statuses: dict[int, int] = {}
         self._created = int(time.time())
         self._style: ChatStyle | None = None
@@ -317,9 +322,22 @@ class Api:
         return json_response(openapi_document())
 
     async def _prepare(self, http: HttpRequest, prepare: Callable[[bytes], T]) -> T:
-        """Read the body and make requests of it, in another thread if that takes long enough to hold up the streams."""
+        """Read the body and make requests of it, in another thread if that takes long enough to hold up the streams.
+
+        One long body after the other: tokens of a megabyte take a hundred, and cores that the engine wants.
+        """
         raw = await read_json_body(http, self._options.max_body)
-        return await anyio.to_thread.run_sync(prepare, raw) if len(raw) > _LONG_BODY else prepare(raw)
+        if len(raw) <= _LONG_BODY:
+            return prepare(raw)
+
+        def prepare_and_tidy() -> T:
+            try:
+                return prepare(raw)
+            finally:
+                if len(raw) > _HUGE_BODY:
+                    give_back_memory()
+
+        return await anyio.to_thread.run_sync(prepare_and_tidy, limiter=self._long_bodies)
 
     async def _answer(self, http: HttpRequest, body: GenerationBody, requests: list[Request], reply: Reply) -> Response:
         generation = Generation(self._worker, requests, self._on_event)
