@@ -4,13 +4,13 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import click
 import pytest
 
 from minispec import cli
+from minispec.config import EngineConfig
 from minispec.errors import ConfigError, ModelError
 
 
@@ -131,22 +131,11 @@ def test_serve_passes_its_options_on(capsys, monkeypatch, prefix):
     assert seen.options.api_keys == ("a", "b") and seen.options.model_name == "m"
 
 
-@dataclass
 class FakeLLM:
     """Answers "Hello" in two events."""
 
-    target: str
-    draft: str = "auto"
-    tree: str | None = None
-    device: str = "auto"
-    draft_device: str = "auto"
-    dtype: str = "auto"
-    max_slots: int = 8
-    max_context: int | None = None
-    kv_memory: float | None = None
-    page_size: int = 32
-    tree_budget: int | str = "auto"
-    max_step_tokens: int | None = None
+    def __init__(self, **settings):
+        EngineConfig(**settings)  # which refuses what it does not know
 
     def default_params(self, **params):
         return params
@@ -154,7 +143,7 @@ class FakeLLM:
     def stream(self, prompt, params):
         CALLS.append((prompt, params))
         for text in ("Hel", "lo"):
-            yield SimpleNamespace(text=text, request=SimpleNamespace(text="Hello"))
+            yield SimpleNamespace(text=text, request=SimpleNamespace(text="Hello", error=None))
 
 
 CALLS: list = []
