@@ -58,11 +58,11 @@ class Vocabulary:
         Returns:
             [n, ceil(vocab_size / 32)] int32; a row that would be empty allows every token.
         """
-        text = rows[:, : len(self._text_words)] & self._text_words
-        complete = (rows[:, self._end // _WORD_BITS] >> (self._end % _WORD_BITS)) & 1 == 1
-        ends = complete if may_end else complete & ~text.any(dim=1)
-        masks = torch.where(ends[:, None], text | self._eos_words, text)
-        return torch.where(masks.any(dim=1)[:, None], masks, self._text_words | self._eos_words)
+        masks = rows[:, : len(self._text_words)] & self._text_words
+        ends = (rows[:, self._end // _WORD_BITS] >> (self._end % _WORD_BITS)) & 1 == 1
+        masks[ends if may_end else ends & _empty(masks)] |= self._eos_words
+        masks[_empty(masks)] = self._text_words | self._eos_words
+        return masks
 
 
 class _Spelling:
@@ -111,6 +111,11 @@ class _Spelling:
             ids.append(self._known[text[start : start + length]])
             start += length
         return ids
+
+
+def _empty(masks: Tensor) -> Tensor:
+    """[n] bool: rows without a bit. Faster than ``any``."""
+    return (masks.amax(dim=1) == 0) & (masks.amin(dim=1) == 0)
 
 
 def _words(tokens: Collection[int], vocab_size: int) -> Tensor:
