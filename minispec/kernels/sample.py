@@ -19,9 +19,9 @@ from torch import Tensor
 
 from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
 from minispec.kernels._triton import cdiv, jit, power_of_2
-from minispec.kernels.blocks import argmax
+from minispec.kernels.blocks import argmax, topk
 from minispec.kernels.edit_logits import LogitEdits, edit_logits_ref, edit_logits_triton
-from minispec.kernels.support import support_floor_triton, supports
+from minispec.kernels.support import narrow_supports, support_floor_triton
 from minispec.sampling import Noise, SamplingBatch
 
 if TYPE_CHECKING:
@@ -79,11 +79,43 @@ def _draw_from_all(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Ten
 
 def _draw_from_support(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for rows, candidates in supports(logits, sampling):
+    for rows, candidates in narrow_supports(logits, sampling):
+        if candidates is None:
+            tokens[rows] = _draw_from_wide_support(logits[rows], sampling.select(rows), noise)
+            continue
         keys = [sampling.keys[i] for i in rows.tolist()]
         drawn = (candidates.scores + noise.at(keys, candidates.tokens)).argmax(-1, keepdim=True)
         tokens[rows] = candidates.tokens.gather(-1, drawn)[:, 0]
     return tokens
+
+
+def _draw_from_wide_support(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
+    """Argmax of the noisy scores over each row's support, by trying the best candidate first.
+
+    A candidate belongs to the top-p set iff the tokens strictly above it have mass below top_p: one masked sum instead
+    of a sort. One that does not rules out everything at or below its score.
+    """
+    vocab = logits.shape[-1]
+    scores = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature[:, None]
+    noisy = scores + noise.rows(sampling.keys)[:, :vocab]
+    floor = torch.log(sampling.min_p)[:, None]  # log 0 = -inf: off
+    limited = (sampling.top_k > 0) & (sampling.top_k < vocab)
+    if widest := int(torch.where(limited, sampling.top_k, 0).max()):
+        ranked = topk(scores, widest)[0].gather(-1, (sampling.top_k - 1).clamp(0, widest - 1)[:, None])
+        floor = torch.maximum(floor, torch.where(limited[:, None], ranked, float("-inf")))
+    outside = scores < floor
+    noisy.masked_fill_(outside, float("-inf"))
+    weights = scores.exp().masked_fill_(outside, 0.0)
+    limit = sampling.top_p * weights.sum(-1)
+    while True:
+        token = argmax(noisy)
+        value = scores.gather(-1, token[:, None])
+        too_low = (
+            (torch.where(scores > value, weights, 0.0).sum(-1) >= limit) & (value[:, 0] < 0) & (sampling.top_p < 1)
+        )
+        if not bool(too_low.any()):
+            return token
+        noisy.masked_fill_((scores <= value) & too_low[:, None], float("-inf"))
 
 
 def sample_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: LogitEdits | None = None) -> Tensor:

@@ -13,7 +13,7 @@ takes about ten of them. Bound by that latency, not by the device's memory; rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,8 @@ from minispec.sampling import SamplingBatch
 if TYPE_CHECKING:
     import triton.language as tl
 
-_WIDTHS = 64, 1024
-"""How many of the likeliest tokens are looked at first, and then; most supports are narrower. The rest are sorted."""
+_WIDTHS = 64, 512
+"""How many of the likeliest tokens are looked at first, and then; most supports are narrower."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Candidates:
     scores: Tensor
 
 
+def narrow_supports(logits: Tensor, sampling: SamplingBatch) -> Iterator[tuple[Tensor, Candidates | None]]:
+    """``supports`` without the rows whose support is wide: those come last, with None."""
+    return _supports(logits, sampling, _WIDTHS)
+
+
 def supports(logits: Tensor, sampling: SamplingBatch, at_least: int = 1) -> Iterator[tuple[Tensor, Candidates]]:
     """The supports of rows with a temperature, as the CPU finds them: among the likeliest tokens, without a sort.
 
@@ -59,9 +64,18 @@ def supports(logits: Tensor, sampling: SamplingBatch, at_least: int = 1) -> Iter
     Yields:
         (rows [m] int64, their candidates), until every row has come.
     """
+    widths = [width for width in _WIDTHS if width >= at_least]
+    for rows, candidates in _supports(logits, sampling, [*widths, logits.shape[-1]]):
+        assert candidates is not None
+        yield rows, candidates
+
+
+def _supports(
+    logits: Tensor, sampling: SamplingBatch, widths: Sequence[int]
+) -> Iterator[tuple[Tensor, Candidates | None]]:
     vocab, device = logits.shape[-1], logits.device
     pending = torch.arange(logits.shape[0], device=device)
-    for width in (*(width for width in _WIDTHS if at_least <= width < vocab), vocab):
+    for width in dict.fromkeys(min(width, vocab) for width in widths):
         # with as many as top-k keeps, equals of the last could lie beyond
         at_hand = pending if width == vocab else pending[sampling.top_k[pending] < width]
         if not len(at_hand):
@@ -82,6 +96,7 @@ def supports(logits: Tensor, sampling: SamplingBatch, at_least: int = 1) -> Iter
         pending = failed.nonzero()[:, 0]
         if not len(pending):
             return
+    yield pending, None
 
 
 def _candidates(logits: Tensor, sampling: SamplingBatch, width: int) -> tuple[Candidates, Tensor]:
