@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,32 +33,47 @@ _MAX_PROMPT = 384
 """Longest conversation before its answer, in tokens."""
 ANSWERS = ((0.75, 128), (0.9, 192), (1.0, 256))
 """Cumulative share of answers, and the tokens they are cut at: mostly beginnings, where most requests end."""
-GREEDY = 0.7
-"""Share of the answers written at temperature 0; the others at 0.7 or 1."""
+SAMPLED = 0.45
+"""Share of the user turns that are answered a second time, at a temperature of 0.7 or 1; the first time it is 0."""
 
 
 class Recorder(BaseDrafter):
-    """Drafts nothing; keeps the tapped hidden states of the requests that it is told of.
+    """Drafts nothing; keeps the tapped hidden states of all requests until they are dropped.
 
     Attributes:
         taps: see ``Drafter.taps``.
-        rows: request → its tapped rows in order, [tokens, taps * hidden] bfloat16 each.
+        before: request → one whose text begins alike, and whose hidden states serve for what the prefix cache has of it.
     """
 
     name = "recorder"
 
     def __init__(self, taps: tuple[int, ...]) -> None:
         self.taps = taps
-        self.rows: dict[Request, list[Tensor]] = {}
+        self.before: dict[Request, Request] = {}
+        self._rows: dict[Request, list[Tensor]] = {}
+
+    def rows(self, request: Request) -> Tensor:
+        """[tokens but the last, taps * hidden] bfloat16, of a request that has ended."""
+        return torch.cat(self._rows[request])[: len(request.tokens) - 1]
+
+    def drop(self, request: Request) -> None:
+        """Forget a request."""
+        self._rows.pop(request, None)
+        self.before.pop(request, None)
+
+    def reusable(self, request: Request, positions: int) -> int:
+        earlier = self.before.get(request)
+        if earlier is None:
+            return 0
+        return min(positions, len(earlier.tokens) - 1, _common(earlier.tokens, request.tokens))
 
     def begin(self, slot: Slot) -> None:
-        if slot.request in self.rows:
-            self.rows[slot.request] = []
+        known = [self.rows(self.before[slot.request])[: slot.num_cached]] if slot.num_cached else []
+        self._rows[slot.request] = known
 
     def observe(self, slot: Slot, features: Tensor) -> None:
-        if slot.request in self.rows:
-            # a copy of its own: the step's tensor holds everybody's rows
-            self.rows[slot.request].append(features.to("cpu", torch.bfloat16, copy=True))
+        # a copy of its own: the step's tensor holds everybody's rows
+        self._rows[slot.request].append(features.to("cpu", torch.bfloat16, copy=True))
 
 
 class PooledNoise(Noise):
@@ -84,12 +99,21 @@ class PooledNoise(Noise):
 
 @dataclass
 class _Conversation:
+    """A conversation under way.
+
+    Attributes:
+        prefix: the user turn as far as it is given.
+        user: the whole of it, once it is written.
+        last: the request that ended last.
+        samples: what is done.
+    """
+
     index: int
     opening: Opening
     prefix: list[int]
-    user: str = ""
-    request: Request | None = None
-    sample: Sample | None = None
+    user: str | None = None
+    last: Request | None = None
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Generator:
@@ -120,7 +144,7 @@ class Generator:
         self._context = context
         self._engine = Engine(
             runner,
-            PagePool(pages),
+            PagePool(pages, _PAGE),
             self._recorder,
             PooledNoise(runner.vocab_size, target.device),
             tokenizer=tokenizer,
@@ -133,7 +157,7 @@ class Generator:
 
     def stream(
         self, openings: Iterable[tuple[int, Opening]], tick: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, Sample | None]]:
+    ) -> Iterator[tuple[int, list[Sample]]]:
         """Write conversations, always as many at once as there are slots.
 
         What is written depends on the number of the conversation, its opening and the seed, and on nothing else but
@@ -144,7 +168,7 @@ class Generator:
             tick: called before every step; may raise.
 
         Yields:
-            (number, conversation), as they end; None where the opening leaves no room for an answer.
+            (number, samples), as conversations end: one per answer; none where the opening leaves no room for one.
         """
         pending, running = iter(openings), dict[Request, _Conversation]()
         try:
@@ -152,7 +176,7 @@ class Generator:
                 while len(running) < self._engine.scheduler.max_slots and (begun := next(pending, None)) is not None:
                     conversation = self._begin(*begun)
                     if not self._advance(conversation, running):
-                        yield conversation.index, conversation.sample
+                        yield conversation.index, conversation.samples
                 if not running:
                     return
                 tick()
@@ -160,69 +184,82 @@ class Generator:
                     self.written += len(event.tokens)
                     if event.finish_reason is not None:
                         conversation = running.pop(event.request)
+                        self._end(conversation, event.request)
                         if not self._advance(conversation, running):
-                            yield conversation.index, conversation.sample
+                            yield conversation.index, conversation.samples
         finally:
-            for request in running:
+            for request, conversation in running.items():
                 self._engine.abort(request)
-                self._recorder.rows.pop(request, None)
+                self._recorder.drop(request)
+                if conversation.last is not None:
+                    self._recorder.drop(conversation.last)
 
     def _begin(self, index: int, opening: Opening) -> _Conversation:
         messages = _messages(opening.system, opening.start)
         prefix = self._tokenizer.apply_chat_template(messages, continue_final_message=True)
-        return _Conversation(index, opening, prefix)
+        return _Conversation(index, opening, prefix, opening.start if opening.complete else None)
+
+    def _end(self, conversation: _Conversation, request: Request) -> None:
+        """Take over what a request has brought."""
+        if conversation.user is None:
+            conversation.user = conversation.opening.start + _whole(request)
+        else:
+            conversation.samples.append(self._sample(conversation, request))
+        if conversation.last is not None:
+            self._recorder.drop(conversation.last)
+        conversation.last = request
 
     def _advance(self, conversation: _Conversation, running: dict[Request, _Conversation]) -> bool:
-        """Queue the next part of a conversation; False, with its sample kept, if there is none."""
-        opening, done = conversation.opening, conversation.request
-        request: Request | None
-        if done is None and not opening.complete:
-            params = SamplingParams(
-                temperature=1.0, top_p=0.95, max_tokens=opening.max_tokens, seed=self._key(conversation.index, 0)
-            )
-            request = self._engine.make_request(conversation.prefix, params)
-        elif done is None or done not in self._recorder.rows:
-            conversation.user = opening.start + ("" if done is None else _whole(done))
-            request = self._answer(conversation)
-            if request is None:
-                return False
-            self._recorder.rows[request] = []
-        else:
-            conversation.sample = self._sample(conversation, done, self._recorder.rows.pop(done))
+        """Queue the next part of a conversation; False if there is none."""
+        request = self._next(conversation)
+        if request is None:
+            if conversation.last is not None:
+                self._recorder.drop(conversation.last)
             return False
-        conversation.request = request
+        if conversation.last is not None:
+            self._recorder.before[request] = conversation.last
         running[request] = conversation
         self._engine.add(request)
         return True
 
-    def _answer(self, conversation: _Conversation) -> Request | None:
-        """The request for the answer, or None where the prompt leaves no room for one."""
+    def _next(self, conversation: _Conversation) -> Request | None:
+        """The request for the user turn, or for the next answer."""
+        rng = random.Random(f"{self._seed}:{conversation.index}:answer")
+        opening, answers = conversation.opening, len(conversation.samples)
+        if conversation.user is None:
+            params = SamplingParams(
+                temperature=1.0, top_p=0.95, max_tokens=opening.max_tokens, seed=self._key(conversation.index, 0)
+            )
+            return self._engine.make_request(conversation.prefix, params)
+        lengths, again, warmth = (rng.random(), rng.random()), rng.random() < SAMPLED, rng.choice((0.7, 1.0))
+        if answers > again:
+            return None
         try:
-            prompt = self._tokenizer.apply_chat_template(_messages(conversation.opening.system, conversation.user))
+            prompt = self._tokenizer.apply_chat_template(_messages(opening.system, conversation.user))
             if len(prompt) > self._context - ANSWERS[0][1]:
                 return None
-            rng = random.Random(f"{self._seed}:{conversation.index}:answer")
-            length, kind = rng.random(), rng.random()
             params = SamplingParams(
-                temperature=0.0 if kind < GREEDY else rng.choice((0.7, 1.0)),
+                temperature=warmth if answers else 0.0,
                 top_p=0.95,
-                max_tokens=next(tokens for share, tokens in ANSWERS if length <= share),
-                seed=self._key(conversation.index, 1),
+                max_tokens=next(tokens for share, tokens in ANSWERS if lengths[answers] <= share),
+                seed=self._key(conversation.index, 1 + answers),
             )
             return self._engine.make_request(prompt, params)
         except RequestError:  # what the target wrote cannot be a user turn
             return None
 
-    def _sample(self, conversation: _Conversation, request: Request, rows: list[Tensor]) -> Sample:
+    def _sample(self, conversation: _Conversation, request: Request) -> Sample:
         tokens = torch.tensor(request.tokens)
         classes = torch.full((len(tokens),), GIVEN, dtype=torch.uint8)
-        if not conversation.opening.complete:
+        # the user turn is learnt once
+        if not conversation.opening.complete and not conversation.samples:
+            assert conversation.user is not None
             whole = self._tokenizer.apply_chat_template(
                 _messages(conversation.opening.system, conversation.user), continue_final_message=True
             )
             classes[_common(conversation.prefix, request.tokens) : _common(whole, request.tokens)] = WRITTEN
         classes[len(request.prompt) :] = ANSWER
-        return Sample(tokens, classes, torch.cat(rows)[: len(tokens) - 1])
+        return Sample(tokens, classes, self._recorder.rows(request))
 
     def _key(self, index: int, part: int) -> int:
         return random.Random(f"{self._seed}:{index}:{part}").getrandbits(62)

@@ -189,7 +189,7 @@ class _Job:
         generator = Generator(self._target, self._tokenizer, (*self._taps, self._target.config.num_layers),
                               seed=recipe.seed, slots=slots)  # fmt: skip
         first = len(run.shards) * _SHARD
-        kept: dict[int, Sample | None] = {}
+        kept: dict[int, list[Sample]] = {}
         before, begun = run.tokens, time.monotonic()
         columns = (TextColumn("writing text"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"),
                    TextColumn("{task.fields[speed]:.0f}/s"), TimeRemainingColumn())  # fmt: skip
@@ -197,25 +197,29 @@ class _Job:
             total = recipe.tokens or _GENERATE * (self._limit or 0.0)
             task = progress.add_task("", total=total, tokens=before, speed=0.0)
             openings = ((index, self._opening(index)) for index in itertools.count(first))
-            for index, sample in generator.stream(openings, self._check_stopped):
-                kept[index] = sample
+            for index, samples in generator.stream(openings, self._check_stopped):
+                kept[index] = samples
                 speed = generator.written / (time.monotonic() - begun)
-                done = before + sum(_written(s) for s in kept.values())
+                done = before + sum(_written(sample) for some in kept.values() for sample in some)
                 progress.update(task, completed=done if recipe.tokens else self._seconds, tokens=done, speed=speed)
                 while all(i in kept for i in range(first, first + _SHARD)):
-                    samples = [kept.pop(i) for i in range(first, first + _SHARD)]
-                    run.add([s for s in samples if s is not None])
+                    run.add([sample for i in range(first, first + _SHARD) for sample in kept.pop(i)])
                     before, first = run.tokens, first + _SHARD
                     run.note(seconds=self._seconds)
                 if recipe.tokens is not None and before >= recipe.tokens:
                     break
                 if self._limit is not None and self._seconds > _GENERATE * self._limit:
                     break
-        if recipe.tokens is None and (rest := [s for s in kept.values() if s is not None]):
+        if recipe.tokens is None and (rest := [sample for some in kept.values() for sample in some]):
             run.add(rest)
         if run.tokens == 0:
             raise ConfigError("--minutes is too short for the target to write a single conversation here; give more")
-        run.note(seconds=self._seconds, generated=True, conversations=sum(1 for _ in run.samples()), tokens=run.tokens)
+        run.note(
+            seconds=self._seconds,
+            generated=True,
+            conversations=len(conversations(run.samples())),
+            tokens=run.tokens,
+        )
         self._console.print(f"{self._name} wrote {run.tokens:,} tokens in {run.notes['conversations']:,} conversations")
 
     def _opening(self, index: int) -> Opening:
@@ -234,9 +238,10 @@ class _Job:
     def train(self) -> None:
         """Train on the text, from the last checkpoint on if there is one."""
         run, recipe = self._run, self._run.recipe
-        samples = run.samples()
-        learnt = [s for i, s in enumerate(samples) if i % _HELD_OUT] or samples
-        self._held_out = samples[::_HELD_OUT]
+        groups = conversations(run.samples())
+        learnt = [s for i, group in enumerate(groups) for s in group if i % _HELD_OUT or len(groups) == 1]
+        # of those held out, the answers at temperature 0
+        self._held_out = [group[0] for group in groups[::_HELD_OUT]]
         ids = choose_vocabulary(learnt, self._target, recipe.vocabulary)
         features = torch.cat([s.features for s in learnt[: 4096 // 16]])
 
@@ -361,8 +366,13 @@ class _Job:
         print(text)
 
 
-def _written(sample: Sample | None) -> int:
-    return 0 if sample is None else int((sample.classes != GIVEN).sum())
+def conversations(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples grouped by the conversation they are of: answers to the same prompt follow one another."""
+    return [list(group) for _, group in itertools.groupby(samples, key=_prompt)]
+
+
+def _written(sample: Sample) -> int:
+    return int((sample.classes != GIVEN).sum())
 
 
 def _prompt(sample: Sample) -> list[int]:

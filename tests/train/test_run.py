@@ -19,7 +19,7 @@ from minispec.request import SamplingParams
 from minispec.train import generate, run
 from minispec.train.folder import Recipe, RunFolder
 from minispec.train.prompts import Opening, opening
-from minispec.train.run import TrainOptions, run_train_draft
+from minispec.train.run import TrainOptions, _prompt, conversations, run_train_draft
 from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Shard
 from tiny_folders import tiny_folder
 
@@ -123,7 +123,7 @@ def test_training_goes_on_bit_for_bit_and_leaves_a_usable_head(target, kept, tmp
 
 
 def test_writing_goes_on_with_the_same_conversations(target, kept, tmp_path, monkeypatch):
-    interrupt(monkeypatch, after=45)
+    interrupt(monkeypatch, after=90)
     assert run_train_draft(options(target, tmp_path / "out")) == 130
     files = list((tmp_path / "out" / "training").glob("shard-*"))
     assert files and not (tmp_path / "out" / "model.safetensors").exists()
@@ -166,10 +166,21 @@ def test_prompts_of_a_file_are_answered(target, tmp_path, monkeypatch):
     monkeypatch.setattr(run._Job, "report", lambda self: None)
     assert run_train_draft(options(target, tmp_path / "out", prompts=file, tokens=100)) == 0
     data = json.loads((tmp_path / "out" / "training" / "run.json").read_text())["recipe"]
-    first, _, _, fourth = RunFolder.open(tmp_path / "out", Recipe(**data), resume=True).samples()[:4]
-    for sample, text in ((first, b"One two three"), (fourth, b"Four")):
-        assert text in bytes(t for t in sample.tokens[sample.classes == GIVEN].tolist() if t < 256)
-        assert WRITTEN not in sample.classes
+    samples = RunFolder.open(tmp_path / "out", Recipe(**data), resume=True).samples()
+    for text in (b"user\nOne two three\n", b"user\nFour\n"):
+        given = [bytes(t for t in s.tokens[s.classes == GIVEN].tolist() if t < 256) for s in samples]
+        [found, *more] = [s for s, prompt in zip(samples, given, strict=True) if text in prompt]
+        assert WRITTEN not in found.classes and all(_prompt(s) == _prompt(found) for s in more)
+
+
+def test_conversations_are_held_out_whole(target, kept):
+    data = json.loads((kept / "training" / "run.json").read_text())["recipe"]
+    samples = RunFolder.open(kept, Recipe(**data), resume=True).samples()
+    grouped = conversations(samples)
+    assert [s for group in grouped for s in group] == samples and 1 < len(grouped) < len(samples)
+    assert all(len({tuple(_prompt(s)) for s in group}) == 1 for group in grouped)
+    # an answer at temperature 0, and at most one at another
+    assert {len(group) for group in grouped} == {1, 2}
 
 
 def test_what_cannot_be_is_said(target, tmp_path):
