@@ -20,7 +20,7 @@ from minispec.config import EngineConfig
 from minispec.engine import Engine
 from minispec.errors import RequestError
 from minispec.load import load_engine
-from minispec.request import Request, SamplingParams, TokenEvent
+from minispec.request import Request, SamplingParams, TokenEvent, TokenLogprobs
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -37,6 +37,8 @@ class RequestOutput:
         usage: prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details {cached_tokens} and speculation
             {steps, drafted, accepted, acceptance_length}.
         error: what went wrong, for ``error``.
+        logprobs: with ``SamplingParams.logprobs``, one entry per token of ``token_ids``.
+        prompt_logprobs: with ``SamplingParams.prompt_logprobs``, one entry per token of the prompt, the first None.
     """
 
     text: str
@@ -44,11 +46,22 @@ class RequestOutput:
     finish_reason: str
     usage: dict[str, Any]
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @staticmethod
     def of(request: Request) -> RequestOutput:
         assert request.finish_reason is not None
-        return RequestOutput(request.text, request.output, request.finish_reason.value, usage(request), request.error)
+        params = request.params
+        return RequestOutput(
+            text=request.text,
+            token_ids=request.output,
+            finish_reason=request.finish_reason.value,
+            usage=usage(request),
+            error=request.error,
+            logprobs=None if params.logprobs is None else request.logprobs,
+            prompt_logprobs=None if params.prompt_logprobs is None else request.prompt_logprobs,
+        )
 
 
 def usage(request: Request) -> dict[str, Any]:

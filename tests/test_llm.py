@@ -270,3 +270,18 @@ def test_a_greedy_model_is_greedy_by_default(tmp_path):
 def test_a_prompt_that_is_neither_text_nor_ids_is_named(llm, prompts):
     with pytest.raises(RequestError, match="must be a string or a list of token ids, not"):
         llm.generate(prompts)
+
+
+def test_log_probabilities_come_with_the_output(llm):
+    [plain] = llm.generate("Hello", greedy())
+    assert plain.logprobs is None and plain.prompt_logprobs is None
+    [scored] = llm.generate("Hello", greedy(logprobs=2, prompt_logprobs=0))
+    assert [entry.token for entry in scored.logprobs] == scored.token_ids == plain.token_ids
+    assert all(entry.top[0] == (entry.token, entry.logprob) and len(entry.top) == 2 for entry in scored.logprobs)
+    assert scored.prompt_logprobs[0] is None
+    assert [entry.token for entry in scored.prompt_logprobs[1:]] == tokens_of("Hello")[1:]
+    [only] = llm.generate("Hello", SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert (only.text, only.token_ids, only.finish_reason, only.logprobs) == ("", [], "length", None)
+    assert [entry.logprob for entry in only.prompt_logprobs[1:]] == pytest.approx(
+        [entry.logprob for entry in scored.prompt_logprobs[1:]], abs=1e-4
+    )

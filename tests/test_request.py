@@ -297,3 +297,23 @@ def test_speculation_counts():
     assert SpeculationStats().as_dict() == {"steps": 0, "drafted": 0, "accepted": 0, "acceptance_length": None}
     stats = SpeculationStats(steps=3, drafted=6, accepted=4, emitted=7)
     assert stats.as_dict() == {"steps": 3, "drafted": 6, "accepted": 4, "acceptance_length": 2.3333}
+
+
+@pytest.mark.parametrize("sizes", RUNS, ids=str)
+def test_a_stop_string_before_min_tokens_is_text(sizes):
+    """A line break as the second and the seventh token, at least three tokens: it ends at the seventh."""
+    request = request_for(Pieces(list("a\nbcde\nfg")), stop=("\n",), min_tokens=3)
+    assert "".join(feed(request, range(9), sizes)) == request.text == "a\nbcde"
+    assert request.num_output == 7 and request.finish_reason is FinishReason.STOP
+    # a stop string that begins before and is complete after
+    request = request_for(Pieces(list("ab##c##")), stop=("##",), min_tokens=3)
+    assert "".join(feed(request, range(7), sizes)) == request.text == "ab"
+    request = request_for(Pieces(list("ab##c##")), stop=("##",), min_tokens=4)
+    assert "".join(feed(request, range(7), sizes)) == request.text == "ab##c"
+
+
+@pytest.mark.parametrize("sizes", RUNS, ids=str)
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(sizes):
+    request = request_for(Pieces(list("abcd")), stop_token_ids=(2,), ignore_eos=True)
+    assert "".join(feed(request, range(4), sizes)) == request.text == "ab"
+    assert request.output == [0, 1, 2] and request.finish_reason is FinishReason.STOP
