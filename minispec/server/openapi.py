@@ -71,7 +71,8 @@ def _post(summary: str, body: type[BaseModel], answer: type[BaseModel], chunk: t
     success = _json(answer)
     if chunk is not None:
         told = f"With stream: server-sent events, each with a {chunk.__name__} as JSON, the last one `[DONE]`."
-        success["content"] |= _content("text/event-stream", {"type": "string", "description": told})["content"]
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "description": told}
+        success["content"] |= _content("text/event-stream", event)["content"]
     return {**_operation(summary, success), "requestBody": {"required": True, "content": _json(body)["content"]}}
 
 

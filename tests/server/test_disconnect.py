@@ -201,6 +201,9 @@ def test_full_queue(serve):
         assert refused.headers["retry-after"]
     # Of several prompts, all or none are queued.
     assert server.complete(["a", "b"]).status_code == 429 and server.worker.num_open == 3
+    # What will never fit is not told to come again.
+    never = server.complete(n=4)
+    assert never.status_code == 400 and never.json()["error"]["param"] == "n" and "3 requests" in never.text
     assert httpx.get(f"{server.url}/health").status_code == 200
     script.gate.set()
     for thread in threads:

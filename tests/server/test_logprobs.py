@@ -73,6 +73,36 @@ def test_speculation_changes_no_logprob(tiny, temperature):
         assert plain == drafted
 
 
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_everything_together_is_the_same_with_speculation(tiny, temperature):
+    """Log-probabilities, penalties, bias, min_p, a grammar, several choices and stops in one request."""
+    fields = {
+        "n": 3,
+        "temperature": temperature,
+        "seed": 9,
+        "max_tokens": 40,
+        "min_tokens": 4,
+        "logprobs": 2,
+        "echo": True,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"97": 2, "98": -3},
+        "min_p": 0.01,
+        "stop": ["gg", "hh"],
+        "structured_outputs": {"regex": "([a-h]{3} )*"},
+    }
+    plain, drafted = (
+        strict(tiny.complete(["aha ", "bab cab "], **fields, speculation={"enabled": on})) for on in (False, True)
+    )
+    for one, other in zip(plain["choices"], drafted["choices"], strict=True):
+        first, second = one.pop("logprobs"), other.pop("logprobs")
+        assert first["tokens"] == second["tokens"] and first["text_offset"] == second["text_offset"]
+        assert first["token_logprobs"][1:] == pytest.approx(second["token_logprobs"][1:], abs=1e-4)
+    assert without_names(plain) == without_names(drafted)
+    assert drafted["usage"]["speculation"]["drafted"] > plain["usage"]["speculation"]["drafted"]
+
+
 def test_a_stop_string_cuts_text_and_not_tokens(serve):
     """Failure case b4: the whole body is the same with drafts and without."""
     bodies = []
