@@ -42,7 +42,7 @@ class Recorder(BaseDrafter):
 
     Attributes:
         taps: see ``Drafter.taps``.
-        before: request → one whose text begins alike, and whose hidden states serve for what the prefix cache has of it.
+        before: request → one whose text begins alike, whose hidden states serve for what the prefix cache has of it.
     """
 
     name = "recorder"

@@ -1,9 +1,9 @@
 """A head in training: its parameters, where they begin, its unrolled forward, and the checkpoint it becomes.
 
-The head is one Llama layer over [norm E(t), norm h] (EAGLE-3: Li et al. 2025, arXiv 2503.01840; see eagle_head). What is
-particular here is where training starts, since most heads are trained on little: ``fc`` is the least-squares map from the
-tapped hidden states to the target's last one, and the output layer is the target's own, kept as it is. So at step 0 the
-head knows the space that it predicts in, and its own g can stand in for h from the beginning.
+The head is one Llama layer over [norm E(t), norm h] (EAGLE-3: Li et al. 2025, arXiv 2503.01840; see eagle_head). What
+is particular here is where training starts, since most heads are trained on little: ``fc`` is the least-squares map
+from the tapped hidden states to the target's last one, and the output layer is the target's own, kept as it is. So at
+step 0 the head knows the space that it predicts in, and its own g can stand in for h from the beginning.
 """
 
 from __future__ import annotations

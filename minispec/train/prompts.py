@@ -1,7 +1,7 @@
 """What the target is asked to write: system prompts, and the first words of user turns that it completes itself.
 
-A model asked to go on after its template's user header writes the kind of prompt it was tuned on. Left alone it keeps to
-few subjects, so most turns are begun for it: a phrase, often with a subject drawn from a list, which it completes at
+A model asked to go on after its template's user header writes the kind of prompt it was tuned on. Left alone it keeps
+to few subjects, so most turns are begun for it: a phrase, often with a subject drawn from a list, which it completes at
 temperature 1. The phrases cover conversation, writing, code, maths and summaries; no data set is involved.
 """
 
@@ -53,18 +53,19 @@ _SYSTEMS = (
 )
 
 _SUBJECTS = (
-    "renewable energy", "the Roman Empire", "black holes", "healthy breakfasts", "learning the guitar", "photosynthesis",
-    "the stock market", "remote work", "a trip to Japan", "climate change", "time management", "the French Revolution",
-    "machine learning", "gardening in small spaces", "the human heart", "public transport", "online privacy",
-    "writing a novel", "job interviews", "ocean currents", "the water cycle", "a small bakery", "electric cars",
-    "meditation", "the solar system", "volcanoes", "inflation", "vaccines", "chess openings", "running a marathon",
-    "a lonely lighthouse keeper", "a robot who learns to paint", "an old bookshop", "a dragon afraid of fire",
-    "the invention of the printing press", "genetic engineering", "social media", "a birthday party", "learning Spanish",
-    "quantum physics", "bees", "the Great Wall of China", "a mountain village", "saving money", "teamwork",
-    "customer complaints", "school uniforms", "artificial intelligence in medicine", "plastic waste", "sleep",
-    "the Industrial Revolution", "a detective in a small town", "cooking pasta", "wild wolves", "space travel",
-    "a football match", "the immune system", "democracy", "computer networks", "databases", "supply and demand",
-    "coffee", "a family reunion", "a new smartphone", "music festivals", "conflict at work", "dog training",
+    "renewable energy", "the Roman Empire", "black holes", "healthy breakfasts", "learning the guitar",
+    "photosynthesis", "the stock market", "remote work", "a trip to Japan", "climate change", "time management",
+    "the French Revolution", "machine learning", "gardening in small spaces", "the human heart", "public transport",
+    "online privacy", "writing a novel", "job interviews", "ocean currents", "the water cycle", "a small bakery",
+    "electric cars", "meditation", "the solar system", "volcanoes", "inflation", "vaccines", "chess openings",
+    "running a marathon", "a lonely lighthouse keeper", "a robot who learns to paint", "an old bookshop",
+    "a dragon afraid of fire", "the invention of the printing press", "genetic engineering", "social media",
+    "a birthday party", "learning Spanish", "quantum physics", "bees", "the Great Wall of China",
+    "a mountain village", "saving money", "teamwork", "customer complaints", "school uniforms",
+    "artificial intelligence in medicine", "plastic waste", "sleep", "the Industrial Revolution",
+    "a detective in a small town", "cooking pasta", "wild wolves", "space travel", "a football match",
+    "the immune system", "democracy", "computer networks", "databases", "supply and demand", "coffee",
+    "a family reunion", "a new smartphone", "music festivals", "conflict at work", "dog training",
     "the theory of evolution", "urban planning", "a storm at sea", "leadership", "volunteering", "first aid",
     "ancient Egypt", "a healthy diet", "yoga", "children's books", "e-commerce", "national parks", "earthquakes",
     "Shakespeare", "microservices", "video games", "the moon landing", "recycling", "stress", "a wedding speech",
@@ -76,33 +77,37 @@ _CHAT = (
     "Explain {s} to", "Explain how", "What are the main", "What is the difference between", "What would happen if",
     "How can I", "How do I", "Give me tips on {s}", "Give me five ideas for", "Imagine you are", "Pretend to be",
     "Describe a scene", "Describe {s}", "Draft a letter", "Draft a speech about {s}", "Suggest", "List three",
-    "Compare", "Discuss the advantages and disadvantages of {s}", "Tell me about {s}", "Can you help me", "Can you explain",
-    "Could you write", "Create a plan for", "Create a dialogue between", "Design", "Outline", "Rewrite the following",
-    "Edit the following paragraph", "Translate", "Classify", "Extract", "Why do", "Why is", "Who was", "When did",
-    "I want to", "I need advice on {s}", "I am writing an essay about {s}", "My friend", "Please write", "Please explain {s}",
-    "As a", "Act as", "Analyze", "Evaluate", "Identify", "Provide an example of", "Write a product description for",
-    "Write a review of", "Write a persuasive", "Write a formal", "Write a paragraph about {s}", "Write an article about {s}",
-    "Compose", "Propose", "Develop a strategy for", "Give a brief overview of {s}", "What do you think about {s}",
+    "Compare", "Discuss the advantages and disadvantages of {s}", "Tell me about {s}", "Can you help me",
+    "Can you explain", "Could you write", "Create a plan for", "Create a dialogue between", "Design", "Outline",
+    "Rewrite the following", "Edit the following paragraph", "Translate", "Classify", "Extract", "Why do", "Why is",
+    "Who was", "When did", "I want to", "I need advice on {s}", "I am writing an essay about {s}", "My friend",
+    "Please write", "Please explain {s}", "As a", "Act as", "Analyze", "Evaluate", "Identify",
+    "Provide an example of", "Write a product description for", "Write a review of", "Write a persuasive",
+    "Write a formal", "Write a paragraph about {s}", "Write an article about {s}", "Compose", "Propose",
+    "Develop a strategy for", "Give a brief overview of {s}", "What do you think about {s}",
     "In a few sentences, explain {s}", "Make a list of", "Which", "If you could", "Should", "Is it true that",
-    "Answer the following question:", "Read the following text and answer", "Here is a short text.", "Continue the story:",
+    "Answer the following question:", "Read the following text and answer", "Here is a short text.",
+    "Continue the story:",
 )  # fmt: skip
 
 _CODE_TASKS = (
     "Write a Python function that", "Write a Python function to", "Write a function in Python that takes a list",
-    "Write a function that takes a string and", "Write a Python program that", "Write a Python class", "Write a SQL query",
-    "Write a JavaScript function that", "Write a C++ program that", "Write a Java method that", "Write a bash script",
-    "Implement", "Fix the bug in this Python code:\n\ndef ", "Explain what this code does:\n\ndef ",
-    "What is the output of this code?\n\n", "Complete the following Python function:\n\ndef ",
-    "Complete this function.\n\ndef ", "Finish the function below.\n\n```python\ndef ", "Here is the start of a function:\n\ndef ",
+    "Write a function that takes a string and", "Write a Python program that", "Write a Python class",
+    "Write a SQL query", "Write a JavaScript function that", "Write a C++ program that", "Write a Java method that",
+    "Write a bash script", "Implement", "Fix the bug in this Python code:\n\ndef ",
+    "Explain what this code does:\n\ndef ", "What is the output of this code?\n\n",
+    "Complete the following Python function:\n\ndef ", "Complete this function.\n\ndef ",
+    "Finish the function below.\n\n```python\ndef ", "Here is the start of a function:\n\ndef ",
     "Implement the function below.\n\ndef ", "Fill in the body of this function:\n\ndef ",
     "Complete the Python code:\n\nfrom typing import List\n\n\ndef ", "Solve this with Python:\n\ndef ",
 )  # fmt: skip
 _FUNCTIONS = (
-    "is_", "count_", "find_", "get_", "sum_", "max_", "min_", "sort_", "remove_", "reverse_", "merge_", "filter_", "check_",
-    "compute_", "convert_", "split_", "longest_", "shortest_", "first_", "last_", "unique_", "even_", "odd_", "prime_",
-    "fibonacci", "factorial", "digits_", "string_", "list_", "word_", "vowel_", "palindrome", "anagram", "binary_",
-    "decimal_", "matrix_", "rotate_", "flatten_", "replace_", "encode_", "decode_", "parse_", "calculate_", "add_", "multiply_",
-    "intersect", "generate_", "next_", "common_", "has_", "make_", "solve", "search_", "insert_", "bracket_", "double_",
+    "is_", "count_", "find_", "get_", "sum_", "max_", "min_", "sort_", "remove_", "reverse_", "merge_", "filter_",
+    "check_", "compute_", "convert_", "split_", "longest_", "shortest_", "first_", "last_", "unique_", "even_",
+    "odd_", "prime_", "fibonacci", "factorial", "digits_", "string_", "list_", "word_", "vowel_", "palindrome",
+    "anagram", "binary_", "decimal_", "matrix_", "rotate_", "flatten_", "replace_", "encode_", "decode_", "parse_",
+    "calculate_", "add_", "multiply_", "intersect", "generate_", "next_", "common_", "has_", "make_", "solve",
+    "search_", "insert_", "bracket_", "double_",
 )  # fmt: skip
 _ARGUMENTS = (
     "", "(n: int) -> int:\n    \"\"\"", "(numbers: List[int]) -> int:\n    \"\"\"", "(s: str) -> str:\n    \"\"\"",
@@ -111,27 +116,29 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 _NAMES = (
-    "Anna", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jamal", "Kate", "Liam", "Maria", "Noah",
-    "Olivia", "Paul", "Quentin", "Rosa", "Sam", "Tina", "Umar", "Vera", "Will", "Xin", "Yara", "Zoe", "Mr. Lopez",
-    "Mrs. Green", "A farmer", "A shop", "A school", "A train", "A baker", "A teacher", "A library", "Two friends",
-    "A tank", "A car", "A store", "A group of students", "A company", "The garden",
+    "Anna", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jamal", "Kate", "Liam", "Maria",
+    "Noah", "Olivia", "Paul", "Quentin", "Rosa", "Sam", "Tina", "Umar", "Vera", "Will", "Xin", "Yara", "Zoe",
+    "Mr. Lopez", "Mrs. Green", "A farmer", "A shop", "A school", "A train", "A baker", "A teacher", "A library",
+    "Two friends", "A tank", "A car", "A store", "A group of students", "A company", "The garden",
 )  # fmt: skip
 _FACTS = (
     " has {n} apples", " bought {n} books", " sells {n} cakes a day", " earns ${n} an hour", " is {n} years old",
-    " drives {n} miles", " baked {n} cookies", " saved ${n}", " read {n} pages", " has twice as many", " walks", " collects",
-    " needs", " is planning", " wants to buy", " works", " spends", " gave", " picked {n}", " ran", " has {n} boxes with",
-    " shares {n}", " pays", " plants", " made {n}", "'s",
+    " drives {n} miles", " baked {n} cookies", " saved ${n}", " read {n} pages", " has twice as many", " walks",
+    " collects", " needs", " is planning", " wants to buy", " works", " spends", " gave", " picked {n}", " ran",
+    " has {n} boxes with", " shares {n}", " pays", " plants", " made {n}", "'s",
 )  # fmt: skip
 _MATHS = (
     "Solve the equation", "What is {n} percent of", "Calculate", "Find the value of x", "The sum of two numbers",
-    "A rectangle has", "If {n} workers", "What is the area of", "How many", "There are {n}", "In a class of {n} students",
-    "The price of", "The ratio of", "The average of", "What is the probability", "Simplify", "Find the derivative",
-    "A recipe needs", "Half of", "Each day", "Solve this word problem step by step:",
+    "A rectangle has", "If {n} workers", "What is the area of", "How many", "There are {n}",
+    "In a class of {n} students", "The price of", "The ratio of", "The average of", "What is the probability",
+    "Simplify", "Find the derivative", "A recipe needs", "Half of", "Each day",
+    "Solve this word problem step by step:",
 )  # fmt: skip
 
 _SUMMARY = (
-    "Summarize this article: ", "Summarize the following text:\n\n", "Summarise the article below in two sentences.\n\n",
-    "Give a short summary of this news story.\n\n", "What are the main points of this text?\n\n", "Write a summary: ",
+    "Summarize this article: ", "Summarize the following text:\n\n",
+    "Summarise the article below in two sentences.\n\n", "Give a short summary of this news story.\n\n",
+    "What are the main points of this text?\n\n", "Write a summary: ",
     "Summarize the following news report in a few sentences. ", "TL;DR of this article, please:\n\n", "Summarize. ",
     "Please summarize the passage.\n\n", "Summary wanted: ", "Make this text shorter:\n\n",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a trained head is worth: it drafts for held-out conversations through the engine; figures, a table, a picture."""
+"""What a trained head is worth: it drafts for held-out conversations through the engine; figures, table, picture."""
 
 from __future__ import annotations
 

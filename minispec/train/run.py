@@ -1,7 +1,7 @@
 """``minispec train-draft``: the target writes text, a head is trained on it, and what it is worth is measured.
 
-The three parts share the time given. What time decides (how much text there is, how many steps are made) is written down
-once decided, so that a run which goes on after an interruption follows the curve that it would have followed.
+The three parts share the time given. What time decides (how much text there is, how many steps are made) is written
+down once decided, so that a run which goes on after an interruption follows the curve that it would have followed.
 """
 
 from __future__ import annotations

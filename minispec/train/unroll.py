@@ -1,9 +1,9 @@
 """Training-time test: the head's forward unrolled as drafting unrolls it, over whole conversations at once.
 
-Step 1 runs every row on the target's hidden states. Step s runs rows that stand s - 1 tokens further on, on the g of step
-s - 1 instead, as the s-th drafted token does. A row of step s sees the step-1 keys up to the position its chain began at
-(its root), and one key of every step since, its own included (EAGLE-3: Li et al. 2025, arXiv 2503.01840, section 3.2).
-Chains do not see one another, so any subset of the roots can be followed.
+Step 1 runs every row on the target's hidden states. Step s runs rows that stand s - 1 tokens further on, on the g of
+step s - 1 instead, as the s-th drafted token does. A row of step s sees the step-1 keys up to the position its chain
+began at (its root), and one key of every step since, its own included (EAGLE-3: Li et al. 2025, arXiv 2503.01840,
+section 3.2). Chains do not see one another, so any subset of the roots can be followed.
 """
 
 from __future__ import annotations
