@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minispec.batch import Span
+from minispec.errors import MinispecError
 from minispec.request import TokenLogprobs
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
@@ -29,7 +30,7 @@ class NotFinite(ArithmeticError):
     """The target's logits are NaN or infinite."""
 
 
-class EngineFailed(RuntimeError):
+class EngineFailed(MinispecError):
     """Nothing can be computed any more; the process has to be started anew."""
 
 

@@ -5,6 +5,7 @@ All messages name the limit, the value given and the remedy, so that a caller ca
 MinispecError
 ├── ConfigError          a wrong setting (command line or EngineConfig); exit status 2
 ├── ModelError           a model that cannot be found, read or paired; exit status 1
+├── EngineFailed         nothing can be computed any more (containment.py); exit status 1
 └── RequestError         one bad request; the HTTP API answers 4xx, the engine goes on
 """
 
