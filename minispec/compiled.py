@@ -29,7 +29,7 @@ from minispec.model.linear import Head
 from minispec.model.llama import Llama
 from minispec.native import build
 from minispec.native.library import Library, Team
-from minispec.native.model import CompiledForward, PackedHead, packed_layer, plain_layer, unsupported
+from minispec.native.model import Arena, CompiledForward, PackedHead, packed_layer, plain_layer, unsupported
 from minispec.runner import CompileState, ModelRunner, Phase, resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -60,17 +60,21 @@ class Compilation:
         self._threads = threads or torch.get_num_threads()
         self._path = cached
 
-    def start(self) -> CompileState:
-        """Switch at once if the library is cached; else begin in the background and return."""
+    def start(self, *, wait: bool = False) -> CompileState:
+        """Switch at once if the library is cached; else begin in the background and return, or ``wait`` for it."""
         obstacle = build.obstacle() or unsupported(self._runners[0].model)
         if obstacle:
             self._end(Phase.UNSUPPORTED, obstacle, "INFO")
             return self.state
         path = self._path or build.library_path()
         if path.exists():
-            self._finish(path, time.monotonic(), self._threads)
+            self._finish(path, time.monotonic(), background=False)
         elif build.compiler() is None:
             self._end(Phase.UNSUPPORTED, "there is no C++ compiler; install g++ to make steps faster", "WARNING")
+        elif wait:
+            self.state.phase = Phase.BUILDING
+            log.info("the compiled step is being built, once on this machine")
+            self._build(path, background=False)
         else:
             self.state.phase = Phase.BUILDING
             log.info("the compiled step is being built in the background; steps run eagerly until it is ready")
@@ -81,20 +85,24 @@ class Compilation:
         with contextlib.suppress(OSError, AttributeError):  # threads of Linux have a priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), build.NICENESS)
         torch.set_num_threads(1)  # of this thread: what it computes must not take the engine's turns
+        self._build(path, background=True)
+
+    def _build(self, path: Path, *, background: bool) -> None:
         started = time.monotonic()
         try:
             build.build(path)
         except build.BuildError as error:
             self._end(Phase.FAILED, str(error), "WARNING")
             return
-        self._finish(path, started, 1)
+        self._finish(path, started, background=background)
 
-    def _finish(self, path: Path, started: float, packing_threads: int) -> None:
+    def _finish(self, path: Path, started: float, *, background: bool) -> None:
         self.state.phase = Phase.CHECKING
         try:
             library = Library(path)
             team = Team(library, self._threads)
-            packer = team if packing_threads == self._threads else Team(library, packing_threads)
+            # a team serves one caller at a time: in the background the engine may call its own meanwhile
+            packer = Team(library, 1) if background else team
             for runner in self._runners:
                 if unsupported(runner.model) is None:
                     self._adopt(runner, team, packer)
@@ -121,10 +129,10 @@ class Compilation:
         model = runner.model
         probe = Probe(model)
         expected, eager = probe.logits(model.forward), probe.seconds(model.forward)
-        before = model.head
+        before, arena = model.head, Arena(model, packer)
         for i, layer in enumerate(model.layers):
-            model.layers[i] = packed_layer(team, packer, layer)
-        model.head = PackedHead(team, packer, model.head)
+            model.layers[i] = packed_layer(team, packer, layer, arena)
+        model.head = PackedHead(team, packer, model.head, arena)
         got = probe.logits(CompiledForward(packer, model))
         timed = probe.seconds(CompiledForward(packer, model))
         deviation = _deviation(torch.cat(got), torch.cat(expected))

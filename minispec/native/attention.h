@@ -27,7 +27,7 @@ struct Attention {
   int64_t q_stride;
   const bf16 *k, *v;  // [kv_heads, positions, head_dim], this layer's cache
   int64_t head_stride;  // elements between KV heads
-  bf16* out;
+  float* out;  // rounded to bfloat16
   int64_t out_stride;
   int heads, kv_heads, head_dim;
   float scale;
@@ -80,9 +80,10 @@ __attribute__((noinline)) inline void merge(float* top, float* total, float* sum
   *top = high;
 }
 
-inline void finish(const float* sum, float total, int head_dim, bf16* out) {
+inline void finish(const float* sum, float total, int head_dim, float* out) {
   const __m512 factor = _mm512_set1_ps(1.0f / total);
-  for (int i = 0; i < head_dim; i += 16) store_bf16(out + i, _mm512_mul_ps(_mm512_loadu_ps(sum + i), factor));
+  for (int i = 0; i < head_dim; i += 16)
+    _mm512_storeu_ps(out + i, rounded(_mm512_mul_ps(_mm512_loadu_ps(sum + i), factor)));
 }
 
 // A thread's working memory, and the computation of one task.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from ctypes import byref
+from ctypes import byref, c_size_t, c_void_p
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from minispec.kv_cache import KVCache
 from minispec.model.linear import Head, Linear
 from minispec.model.llama import Layer, Llama, Taps
 from minispec.native.library import LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
+
+_HUGE = 2 << 20  # bytes of a huge page
+_MADV_HUGEPAGE = 14
 
 
 def unsupported(model: Llama) -> str | None:
@@ -24,10 +28,32 @@ def unsupported(model: Llama) -> str | None:
         return f"it computes in bfloat16, the model in {str(model.dtype).removeprefix('torch.')}"
     if config.head_dim % 16:
         return f"it needs heads of a multiple of 16, the model's have {config.head_dim}"
-    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    linears = [linear for layer in model.layers for linear in _linears(layer)]
     if type(model.head) is not Head or any(type(linear) is not Linear for linear in linears):
         return "the model's weights are not plain bfloat16"
     return None
+
+
+class Arena:
+    """One block of memory for a model's packed weights, on huge pages where the system has them: a product reads a
+    weight once from end to end, and with 4 KiB pages waits for translations (a tenth of a step on two cores).
+    """
+
+    def __init__(self, model: Llama, team: Team) -> None:
+        linears = [(x, x is layer.gate_up) for layer in model.layers for x in _linears(layer)]
+        sizes = [_packed_size(team, x.out_features, x.in_features, paired) for x, paired in linears]
+        sizes.append(_packed_size(team, model.head.vocab_size, model.config.hidden_size, False))
+        block = torch.empty(sum(_aligned(size) for size in sizes) + _HUGE // 2, dtype=torch.bfloat16)
+        skipped = -block.data_ptr() % _HUGE
+        self._block, self._at = block[skipped // 2 :], 0
+        with contextlib.suppress(AttributeError, OSError):  # a wish: systems may lack it, or refuse
+            ctypes.CDLL(None).madvise(c_void_p(self._block.data_ptr()), c_size_t(self._block.nbytes), _MADV_HUGEPAGE)
+
+    def take(self, size: int) -> Tensor:
+        """The next ``size`` elements, bfloat16."""
+        begin = self._at
+        self._at += _aligned(size)
+        return self._block[begin : begin + size]
 
 
 class PackedLinear(Linear):
@@ -37,7 +63,14 @@ class PackedLinear(Linear):
     """
 
     def __init__(
-        self, team: Team, packer: Team, plain: Tensor, bias: Tensor | None = None, *, paired: bool = False
+        self,
+        team: Team,
+        packer: Team,
+        plain: Tensor,
+        bias: Tensor | None = None,
+        *,
+        paired: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         """Args:
         team: for later calls.
@@ -45,13 +78,15 @@ class PackedLinear(Linear):
         plain: [out, in] bfloat16, contiguous.
         bias: [out] bfloat16.
         paired: the outputs are gate and up, which the step wants side by side.
+        arena: where the packed weight goes; None is memory of its own.
         """
         self.out_features, self.in_features = plain.shape
         self.bias = bias
         self.packed = False
         self._team = team
         self.struct = LinearStruct(None, _pointer(bias), self.in_features, self.out_features, paired)
-        self.weight = torch.empty(packer.library.packed_size(byref(self.struct)), dtype=torch.bfloat16)
+        size = _packed_size(packer, self.out_features, self.in_features, paired)
+        self.weight = torch.empty(size, dtype=torch.bfloat16) if arena is None else arena.take(size)
         packer.library.pack(packer.handle, byref(self.struct), plain.data_ptr(), self.weight.data_ptr())
         self.struct.weight = self.weight.data_ptr()
 
@@ -86,9 +121,9 @@ class PackedLinear(Linear):
 class PackedHead(Head):
     """A Head whose logits are the step's float32 sums: no candidate needs computing again."""
 
-    def __init__(self, team: Team, packer: Team, head: Head) -> None:
+    def __init__(self, team: Team, packer: Team, head: Head, arena: Arena | None = None) -> None:
         self.weight = head.weight
-        self._linear: PackedLinear = PackedLinear(team, packer, head.weight)
+        self._linear: PackedLinear = PackedLinear(team, packer, head.weight, arena=arena)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear.apply(x, torch.float32)
@@ -106,11 +141,13 @@ def dense(linear: Linear) -> Tensor:
     return weight.contiguous()
 
 
-def packed_layer(team: Team, packer: Team, layer: Layer) -> Layer:
+def packed_layer(team: Team, packer: Team, layer: Layer, arena: Arena | None = None) -> Layer:
     """``layer`` with its weights in the step's layout."""
 
     def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
-        return PackedLinear(team, packer, dense(linear), linear.bias, paired=paired)
+        made = PackedLinear(team, packer, dense(linear), linear.bias, paired=paired, arena=arena)
+        made.rows = linear.rows  # for the way back
+        return made
 
     return Layer(
         input_norm=layer.input_norm,
@@ -126,7 +163,7 @@ def packed_layer(team: Team, packer: Team, layer: Layer) -> Layer:
 
 def plain_layer(layer: Layer) -> Layer:
     """The way back."""
-    qkv, o, gate_up, down = (Linear(dense(x), x.bias) for x in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    qkv, o, gate_up, down = (_plain(x) for x in _linears(layer))
     return Layer(layer.input_norm, qkv, layer.q_norm, layer.k_norm, o, layer.post_norm, gate_up, down)
 
 
@@ -177,6 +214,27 @@ class CompiledForward:
         if taps is not None:
             taps.hidden += tapped.unbind(0)
         return logits
+
+
+def _plain(linear: Linear) -> Linear:
+    plain = Linear(dense(linear), linear.bias)
+    plain.rows = linear.rows
+    return plain
+
+
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    return layer.qkv, layer.o, layer.gate_up, layer.down
+
+
+def _packed_size(team: Team, outputs: int, inputs: int, paired: bool) -> int:
+    """Elements of a packed weight."""
+    size: int = team.library.packed_size(byref(LinearStruct(None, None, inputs, outputs, paired)))
+    return size
+
+
+def _aligned(size: int) -> int:
+    """Elements up to the next cache line."""
+    return -(-size // 32) * 32
 
 
 def _struct(linear: Linear) -> LinearStruct:

@@ -38,16 +38,17 @@ struct Step {
   float* logits;              // [samples, vocab]
 };
 
-// Rows of bfloat16, zero up to a multiple of kPadInputs.
+// Rows, zero up to a multiple of kPadInputs.
+template <class T>
 struct Rows {
-  std::vector<bf16> data;
+  std::vector<T> data;
   size_t stride = 0;
   void fit(int rows, int width) {
     if (stride != static_cast<size_t>(padded_inputs(width))) data.clear();
     stride = padded_inputs(width);
     if (data.size() < rows * stride) data.resize(rows * stride, 0);
   }
-  bf16* row(int64_t i) { return data.data() + i * stride; }
+  T* row(int64_t i) { return data.data() + i * stride; }
 };
 
 class Runner {
@@ -71,19 +72,17 @@ class Runner {
   }
 
   void linear(const Linear& l, const bf16* x, int64_t stride, int rows, void* y, int64_t y_stride, bool wide) {
-    // pads of the inputs must be zero, which a caller's rows are not
-    const bool copied = l.in % kPadInputs != 0;
-    if (copied) {
-      normed_.fit(0, l.in);
-      normed_.data.assign(rows * normed_.stride, 0);
-      for (int i = 0; i < rows; ++i) std::memcpy(normed_.row(i), x + i * stride, sizeof(bf16) * l.in);
-      x = normed_.data.data(), stride = static_cast<int64_t>(normed_.stride);
-    }
+    given_.fit(rows, l.in);
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < l.in; i += 16) {
+        const __mmask16 m = lanes(l.in - i);
+        _mm512_mask_storeu_ps(given_.row(r) + i, m, load_bf16(x + r * stride + i, m));
+      }
     pool_.run([&](int) {
       if (wide)
-        gemm<To::kFloat>(pool_, l, x, stride, rows, y, y_stride);
+        gemm<To::kFloat>(pool_, l, given_.row(0), given_.stride, rows, y, y_stride);
       else
-        gemm<To::kBf16>(pool_, l, x, stride, rows, y, y_stride);
+        gemm<To::kBf16>(pool_, l, given_.row(0), given_.stride, rows, y, y_stride);
     });
   }
 
@@ -157,7 +156,8 @@ class Runner {
   std::vector<Attender> attenders_;
   Plan plan_;
   std::vector<float> partials_;
-  Rows stream_, normed_, added_, qkv_, attended_, inner_;
+  Rows<bf16> stream_, added_, qkv_;
+  Rows<float> normed_, attended_, inner_, given_;
 };
 
 // Whether the products of this build are right, at sizes with every kind of edge; 0 if so.

@@ -50,8 +50,12 @@ inline __m512 silu_mul(__m512 gate, __m512 up) {
   return _mm512_mul_ps(rounded(s), rounded(up));
 }
 
-// RMSNorm of one row (Zhang & Sennrich 2019): y = bf16(x / sqrt(mean(x^2) + eps)) * weight.
-inline void rms_norm(const bf16* x, const bf16* weight, int dim, float eps, bf16* y) {
+inline void store_rounded(bf16* p, __m512 x, __mmask16 m) { store_bf16(p, x, m); }
+inline void store_rounded(float* p, __m512 x, __mmask16 m) { _mm512_mask_storeu_ps(p, m, rounded(x)); }
+
+// RMSNorm of one row (Zhang & Sennrich 2019): y = bf16(x / sqrt(mean(x^2) + eps)) * weight, rounded to bfloat16.
+template <class T>
+inline void rms_norm(const bf16* x, const bf16* weight, int dim, float eps, T* y) {
   __m512 sum = _mm512_setzero_ps();
   for (int i = 0; i < dim; i += 16) {
     const __m512 v = load_bf16(x + i, lanes(dim - i));
@@ -61,7 +65,7 @@ inline void rms_norm(const bf16* x, const bf16* weight, int dim, float eps, bf16
   for (int i = 0; i < dim; i += 16) {
     const __mmask16 m = lanes(dim - i);
     const __m512 normed = rounded(_mm512_mul_ps(load_bf16(x + i, m), factor));
-    store_bf16(y + i, _mm512_mul_ps(normed, load_bf16(weight + i, m)), m);
+    store_rounded(y + i, _mm512_mul_ps(normed, load_bf16(weight + i, m)), m);
   }
 }
 
