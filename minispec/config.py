@@ -10,6 +10,7 @@ from minispec.errors import ConfigError
 from minispec.tree import MAX_NODES
 
 DEVICES = ("auto", "cuda", "cpu")
+QUANTIZE = ("none", "int8")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 COMPILE = ("auto", "off")
 
@@ -37,6 +38,8 @@ class EngineConfig:
         compile: on a CPU, ``auto`` builds the compiled step in the background and uses it once it is checked
             (``minispec.compiled``); ``off`` stays with eager torch.
         max_step_tokens: rows a step may hold, prefill chunks and trees together; None fits the device.
+        deterministic: on a CPU, the same bits for a token whoever shares its step, drafted or not.
+        quantize: ``int8`` rounds the target's weights to 8 bits while loading; ``none`` keeps them.
     """
 
     target: str
@@ -53,6 +56,8 @@ class EngineConfig:
     tree_budget: int | str = "auto"
     max_step_tokens: int | None = None
     compile: str = "auto"
+    deterministic: bool = False
+    quantize: str = "none"
 
     def __post_init__(self) -> None:
         if not self.target:
@@ -61,6 +66,9 @@ class EngineConfig:
         _require_choice("draft_device", self.draft_device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("compile", self.compile, COMPILE)
+        _require_choice("quantize", self.quantize, QUANTIZE)
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, not {self.deterministic!r}")
         _require_int("max_slots", self.max_slots, 1, 1024)
         if self.max_context is not None:
             _require_int("max_context", self.max_context, 2, None)

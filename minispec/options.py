@@ -138,6 +138,12 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             "ready, checked and faster; off runs torch as it is.  [default: auto]",
         ),
         click.option(
+            "--deterministic",
+            is_flag=True,
+            help="On a CPU: a token's numbers are the same bits whoever shares its step, drafted or not. The first "
+            "start waits for the compiled step.",
+        ),
+        click.option(
             "--threads",
             type=click.IntRange(min=1),
             metavar="N",

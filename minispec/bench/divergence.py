@@ -29,11 +29,34 @@ from minispec.request import SamplingParams
 @click.option("--target", required=True)
 @click.option("--draft", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
+@click.option("--deterministic", is_flag=True)
+@click.option("--compile", "compiled", default="auto", show_default=True)
+@click.option("--quantize", default="none", show_default=True)
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path))
 @click.option("--max-tokens", default=96, show_default=True)
-def main(target: str, draft: str, dtype: str, prompts: Path | None, max_tokens: int) -> None:
+def main(
+    target: str,
+    draft: str,
+    dtype: str,
+    deterministic: bool,
+    compiled: str,
+    quantize: str,
+    prompts: Path | None,
+    max_tokens: int,
+) -> None:
     """Print one JSON object: the share of identical texts, and the gaps where they part."""
-    engine = load_engine(EngineConfig(target=target, draft=draft, dtype=dtype, max_slots=1))
+    engine = load_engine(
+        EngineConfig(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            deterministic=deterministic,
+            compile=compiled,
+            quantize=quantize,
+            prefix_cache=False,  # the second reading of a prompt is to be a reading
+            max_slots=8,
+        )
+    )
     drafter, texts = engine.drafter, read_prompts(prompts)
     gaps = []
     for prompt in texts:

@@ -29,7 +29,7 @@ from minispec.kernels.tree_attention import context
 from minispec.tree import MAX_NODES
 
 TILE = 128
-"""Positions per tile. The rest of a tile and the largest tree lie in one product, and from 384 keys on MKL splits sums."""
+"""Positions per tile. A tile and the largest tree lie in one product; from 384 keys on MKL splits its sums."""
 
 _LEAST = 16
 """Products of fewer rows or keys take other paths through the BLAS."""
@@ -131,18 +131,20 @@ def _blocks(batch: StepBatch, group: int) -> list[_Block]:
         n, prefix = len(span.tokens), span.num_cached
         # Where keys lie in the text. Those that an earlier forward of the same tree wrote are taken to be a chain: only
         # drafters grow trees so, and what they draft need not be the same in any company.
-        depths = [*range(span.first_key), *span.depths]
+        past = torch.tensor([*range(span.first_key), *span.depths], dtype=torch.int64) + prefix
+        tile_of = torch.cat([torch.arange(prefix), past]) // TILE
         for row in range(0, n, _BLOCK):
             count = min(_BLOCK, n - row)
-            # all rows of a chunk's block see the chunk up to the block
-            seen, keys = (prefix + span.first_key + row,) * 2 if span.ancestors is None else (prefix, 0)
-            keys = keys + count if span.ancestors is None else prefix + span.tree_size
+            seen, keys = prefix, prefix + span.tree_size
+            if span.ancestors is None:  # all rows of a chunk's block see the chunk up to the block
+                seen += span.first_key + row
+                keys = seen + count
             full = seen // TILE * TILE
             from_key = full if batch.window is None else 0
             bias = None
             if visible is not None and not (mask := visible[row : row + count, from_key:keys]).all():
                 bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(group, 1)
-            tile = torch.tensor([*range(full, prefix), *(prefix + depth for depth in depths)])[: keys - full] // TILE
+            tile = tile_of[full:keys]
             tiles = tile.unique().tolist()
             blocks.append(
                 _Block(
@@ -172,21 +174,22 @@ def check(kv_heads: int, head_dim: int, group: int) -> None:
         return torch.randn(shape, generator=generator)
 
     longest = TILE - 1 + MAX_NODES
-    most = group * _BLOCK
+    most = max(group * _BLOCK, _LEAST)
     q, k, v = random(kv_heads, most, head_dim), random(kv_heads, 4 * TILE, head_dim), random(kv_heads, TILE, head_dim)
     scores, weights = torch.bmm(q, k.transpose(1, 2)), random(kv_heads, most, TILE)
     values = torch.bmm(weights, v)
     same = True
-    for rows in sorted({_LEAST, _LEAST + 1, 3 * _LEAST, most} & set(range(most + 1))):
-        for keys in (_LEAST, _LEAST + 1, 33, TILE, TILE + 5, 4 * TILE):
+    for rows in sorted({max(group * count, _LEAST) for count in range(1, _BLOCK + 1)}):
+        some = rows in (_LEAST, most) or rows // group in (12, 33)
+        for keys in (_LEAST, _LEAST + 1, 33, TILE, TILE + 5, 4 * TILE) if some else (TILE + 5,):
             same &= torch.equal(torch.bmm(q[:, :rows], k[:, :keys].transpose(1, 2)), scores[:, :rows, :keys])
-        for width in (TILE, TILE + 33, longest):
+        for width in (TILE, TILE + 33, longest) if some else (TILE + 33,):
             # a path spread over the tree, with keys between that are not seen
             spread = torch.randperm(width, generator=generator)[:TILE].sort().values
             wide, wide_v = torch.zeros(kv_heads, rows, width), random(kv_heads, width, head_dim)
             wide[:, :, spread], wide_v[:, spread] = weights[:, :rows], v
             same &= torch.equal(torch.bmm(wide, wide_v), values[:, :rows])
-        for few in (1, 2, 3, 9):
+        for few in (1, 2, 3, 9) if some else ():
             alone = torch.bmm(weights[:, :rows, :few], v[:, :few])
             padded = torch.bmm(F.pad(weights[:, :rows, :few], (0, TILE - few)), v)
             same &= torch.equal(alone, padded)

@@ -35,8 +35,10 @@ class Rows:
     tile: int | None = None
 
 
-STEADY = Rows(), Rows(least=2), Rows(least=16), Rows(least=16, tile=16), Rows(least=32, tile=32)
-"""Ways to give rows to a product whose result for a row shall not depend on their number, cheapest first."""
+_TILED = Rows(least=16, tile=16), Rows(least=32, tile=32)
+_PACKED = Rows(), Rows(least=2), Rows(least=16), *_TILED
+"""Ways to give rows to a product whose result for a row shall not depend on their number, cheapest first. Libraries
+that choose by the number of rows anew, as MKL does, get a fixed one."""
 
 _PROBED = (1, 2, 3, 5, 8, 12, 15, 16, 17, 31, 32, 33, 57, 64, 96, 128)
 
@@ -97,7 +99,7 @@ def by_rows(product: Product, x: Tensor, rows: Rows) -> Tensor:
 
 
 def steady_rows(out_features: int, in_features: int, dtype: torch.dtype) -> Rows:
-    """The first of ``STEADY`` with which a row's result depends neither on the rows beside it nor on its place.
+    """The cheapest way with which a row's result depends neither on the rows beside it nor on its place.
 
     Libraries choose kernels, and with them the order of sums, by the number of rows. On AVX-512 oneDNN's bfloat16
     products sum alike from two rows on; on AMX, and in float32, more is needed. It is tried with sums that cancel
@@ -115,7 +117,7 @@ def steady_rows(out_features: int, in_features: int, dtype: torch.dtype) -> Rows
     rest = (0, in_features % 2)
     linear = Linear(F.pad(torch.cat([weight, -weight[:, order]], dim=1), rest))
     x = F.pad(torch.cat([x, x[:, order]], dim=1), rest)
-    for rows in STEADY:
+    for rows in _PACKED if linear.packed else _TILED:
         whole = by_rows(linear.product, x, rows)
         counts = [n for n in _PROBED if rows.tile is None or n in (1, rows.tile, rows.tile + 1)]
         if torch.equal(by_rows(linear.product, x.flip(0), rows).flip(0), whole) and all(
