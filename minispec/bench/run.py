@@ -150,7 +150,8 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> int:
     if options.startup:
         preflight(config)
         report["startup"] = startup(config, serve_arguments(config))
-    config = replace(config, max_slots=max(config.max_slots, *options.concurrency))
+    # Every prompt runs several times: the later runs must not find it read already.
+    config = replace(config, max_slots=max(config.max_slots, *options.concurrency), prefix_cache=False)
     engine = load_engine(config)
     drafter = engine.drafter
     params = [
