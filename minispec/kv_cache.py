@@ -271,9 +271,16 @@ class KVCache:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy the content of whole pages; no page is both read and written."""
-        for cache in (self.k, self.v):
-            paged = cache.unflatten(2, (-1, self.page_size))
-            paged[:, :, list(target)] = paged[:, :, list(source)]
+        size, start = self.page_size, 0
+        for end in range(1, len(source) + 1):
+            # a run of pages that are consecutive on both sides is one copy
+            if end < len(source) and all(pages[end] == pages[start] + end - start for pages in (source, target)):
+                continue
+            run = (end - start) * size
+            old, new = source[start] * size, target[start] * size
+            for cache in (self.k, self.v):
+                cache[:, :, new : new + run].copy_(cache[:, :, old : old + run])
+            start = end
 
     def commit(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> None:
         """Move the accepted nodes' KV to the front of the tree region; what lies behind it is then dead.

@@ -95,3 +95,16 @@ def test_commit_moves_scattered_nodes_to_the_front(page_size):
         assert torch.equal(kv.v[:, :, target], v[:, :, source])
         prefix = index([kv.kv_index(p, i) for i in range(n)], dtype=torch.int64)
         assert torch.equal(kv.k[:, :, prefix], k[:, :, prefix])
+
+
+@pytest.mark.parametrize("source", [[2], [1, 2, 3], [7, 3, 4, 0, 9], []])
+def test_whole_pages_are_copied(source):
+    kv = KVCache(layers=2, kv_heads=3, head_dim=4, pages=20, page_size=4, dtype=torch.float32, device="cpu")
+    kv.k.normal_()
+    kv.v.normal_()
+    target = list(range(11, 11 + len(source)))
+    k, v = (cache.clone().unflatten(2, (20, 4)) for cache in (kv.k, kv.v))
+    kv.copy(source, target)
+    for cache, before in ((kv.k, k), (kv.v, v)):
+        before[:, :, target] = before[:, :, source]
+        assert torch.equal(cache.unflatten(2, (20, 4)), before)
