@@ -130,6 +130,10 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
         "kv_pages_cached": ("Pages that nobody holds and the prefix cache remembers.", pool.cached),
         "kv_pages": ("Pages of the KV cache in all.", pool.total),
         "kv_cache_usage_perc": ("Share of the KV cache that requests hold; 1 is all of it.", used / pool.total),
+        "compiled_step": (
+            "1 while the target's steps run compiled, 0 while they run eagerly.",
+            getattr(engine.runner, "compiled", False),
+        ),
         "speculation_off": ("1 once the drafter was switched off, as it did nothing but fail.", engine.drafting_off),
     }
     for name, (help_text, number) in gauges.items():
