@@ -7,6 +7,7 @@ Handlers raise `RequestError`; everything else becomes a 500 whose body says not
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from minispec.errors import RequestError
 
@@ -63,7 +65,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"There is no {request.method} {request.url.path[:200]} here; docs/api.md lists what there is."
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        close = difflib.get_close_matches(request.url.path[:200], paths, n=1, cutoff=0.85)
+        hint = f"did you mean {close[0]}?" if close else "docs/api.md lists what there is."
+        message = f"There is no {request.method} {request.url.path[:200]} here; {hint}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed on {request.url.path[:200]}; use {allowed}."

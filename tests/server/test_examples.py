@@ -52,3 +52,13 @@ def test_python(tiny, code, capsys):
 def test_the_first_error_says_what_to_do(tiny, body, words):
     response = tiny.client.post("/v1/chat/completions", content=body)
     assert response.status_code in (400, 404) and words in response.json()["error"]["message"]
+
+
+def test_a_mistyped_route_gets_a_suggestion(tiny):
+    for path, words in (
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/embeddings", "docs/api.md"),
+    ):
+        response = tiny.post(path, {})
+        assert response.status_code == 404 and words in response.json()["error"]["message"], response.text
