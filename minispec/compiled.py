@@ -25,6 +25,7 @@ from minispec import hub
 from minispec.batch import Span, StepBatch
 from minispec.errors import ConfigError
 from minispec.kv_cache import KVCache
+from minispec.memory import give_back_memory
 from minispec.model.linear import Head
 from minispec.model.llama import Llama
 from minispec.native import build
@@ -111,6 +112,7 @@ class Compilation:
             log.debug("compiled step", exc_info=True)
             self._end(Phase.FAILED, f"{type(error).__name__}: {error}", "WARNING")
             return
+        give_back_memory()  # the weights as they were
         self.state.seconds = time.monotonic() - started
         if self.state.phase is Phase.CHECKING:
             self.state.phase = Phase.READY

@@ -107,6 +107,11 @@ class ModelRunner:
         """Compute steps with ``forward`` from the next one on. May be called from any thread."""
         self._forward = forward
 
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled, now."""
+        return self.compile_state.phase is Phase.READY
+
     def prepare(self, slots: int, *, layers: int | None = None, taps: tuple[int, ...] = ()) -> None:
         """Do ahead what would delay the first steps of up to ``slots`` spans. Nothing here, see CapturedRunner."""
 
