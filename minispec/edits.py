@@ -57,7 +57,7 @@ class Editor:
             torch.tensor(banned, dtype=torch.int64).view(-1, 2),
             *self._tables(edited),
         ]
-        names = ("rows", "slot", "path", "banned", *_TABLES)
+        names: tuple[str, ...] = ("rows", "slot", "path", "banned", *_TABLES)
         if allowed:
             names, tensors = (*names, "allowed"), [*tensors, torch.cat(allowed)]
         return LogitEdits(**dict(zip(names, upload(tensors, device), strict=True)))
