@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 # A body of this many bytes takes longer to parse and tokenize than to hand to another thread and back.
 _LONG_BODY = 8192
+# Names of fields that may ask for a grammar, which takes milliseconds to compile and may take far more.
+_GRAMMAR_FIELDS = (b"response_format", b"structured_outputs", b"tools")
 # One that takes so much memory meanwhile that what is free again should not stay with the process.
 _HUGE_BODY = 1 << 18
 
@@ -327,7 +329,7 @@ class Api:
         One long body after the other: tokens of a megabyte take a hundred, and cores that the engine wants.
         """
         raw = await read_json_body(http, self._options.max_body)
-        if len(raw) <= _LONG_BODY:
+        if len(raw) <= _LONG_BODY and not any(field in raw for field in _GRAMMAR_FIELDS):
             return prepare(raw)
 
         def prepare_and_tidy() -> T:
