@@ -133,10 +133,10 @@ class TrainableHead:
             "input_norm": torch.ones(hidden),
             "hidden_norm": torch.ones(hidden),
             "qkv": draw(sum(widths), 2 * hidden),
-            "o": draw(hidden, widths[0], _STD / 2),
+            "o": torch.zeros(hidden, widths[0]),
             "post_norm": torch.ones(hidden),
             "gate_up": draw(2 * inner, hidden),
-            "down": draw(hidden, inner, _STD / 2),
+            "down": torch.zeros(hidden, inner),
             "norm": target.norm.float().cpu(),
         }
         config = EagleConfig(version=3, layer=shape, taps=taps)

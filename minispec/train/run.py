@@ -53,6 +53,7 @@ _HELD_OUT, _CHECKED = 16, 32  # every 16th conversation is held out; at most 32 
 _CHECKS = 10  # times that they are
 _REPORTED = 16  # held-out conversations that the report continues
 _CHECKPOINT_SECONDS = 60.0
+_LEAST = 10_000  # tokens of text below which a warning is due
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,8 @@ class _Job:
             conversations=len(conversations(run.samples())),
             tokens=run.tokens,
         )
+        if run.tokens < _LEAST:
+            log.warning("%d tokens are hardly any text to learn from; the figures will mean little", run.tokens)
         self._console.print(f"{self._name} wrote {run.tokens:,} tokens in {run.notes['conversations']:,} conversations")
 
     def _opening(self, index: int) -> Opening:

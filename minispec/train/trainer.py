@@ -29,6 +29,7 @@ class Settings:
         seed: of everything drawn.
         rate: AdamW's learning rate; it rises over ``warmup`` steps, stays, and falls to nothing over the last ``decay``
             of the run.
+        fuse: rate of ``fc``, as a share of the others'.
         rows: tokens of a batch, padding included.
         onset: share of the run after which each step of training-time test takes part; as many steps as entries.
         follow: share of the chains of a step that the next one follows.
@@ -42,6 +43,7 @@ class Settings:
     rate: float = 2e-3
     warmup: int = 20
     decay: float = 0.35
+    fuse: float = 0.1
     rows: int = 2048
     onset: tuple[float, ...] = (0.0, 0.08, 0.16, 0.3)
     follow: float = 0.6
@@ -84,10 +86,15 @@ class Trainer:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        parameters = list(self.head.parameters.values())
-        self._device = parameters[0].device
+        parameters = self.head.parameters
+        self._device = parameters["fc"].device
+        # fc is a good map from the start, and the widest: its outputs would move furthest
+        groups = [
+            {"params": [parameter for name, parameter in parameters.items() if (name == "fc") == first], "share": share}
+            for first, share in ((True, self.settings.fuse), (False, 1.0))
+        ]
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=self.settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            groups, lr=self.settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._epoch = -1
         self._batches: list[list[int]] = []
@@ -112,7 +119,7 @@ class Trainer:
         batch = self.batch()
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self._rate() * group["share"]
         self.optimizer.zero_grad(set_to_none=True)
         loss, first, named = self._loss(batch, generator)
         if math.isfinite(float(loss.detach())):
