@@ -51,8 +51,8 @@ def preflight(config: EngineConfig) -> None:
     resolve_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":
         raise ConfigError(
-            "--deterministic is for models on a CPU: on a GPU libraries choose kernels, and with them the order of sums, "
-            "by the number of rows. Leave it out, or use --device cpu"
+            "--deterministic is for models on a CPU: on a GPU libraries choose kernels, and with them the order of "
+            "sums, by the number of rows. Leave it out, or use --device cpu"
         )
     folder = hub.resolve(config.target)
     model = ModelConfig.from_folder(folder)
@@ -76,7 +76,12 @@ def load_engine(config: EngineConfig) -> Engine:
     folder = hub.resolve(config.target)
     tokenizer = Tokenizer.from_folder(folder)
     target = Llama.load(
-        folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size, deterministic=config.deterministic
+        folder,
+        device=device,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        deterministic=config.deterministic,
+        quantize=config.quantize,
     )
     draft = build.load(config.draft, target, folder, config.tree, draft_device(config, device))
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from minispec.config import COMPILE, DEVICES, DTYPES
+from minispec.config import COMPILE, DEVICES, DTYPES, QUANTIZE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,6 +136,12 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             default="auto",
             help="On a CPU: auto compiles the model's step in the background (once per machine) and uses it when it is "
             "ready, checked and faster; off runs torch as it is.  [default: auto]",
+        ),
+        click.option(
+            "--quantize",
+            type=click.Choice(QUANTIZE),
+            default="none",
+            help="int8 rounds the target's weights to 8 bits while loading: half the memory.  [default: none]",
         ),
         click.option(
             "--deterministic",

@@ -85,6 +85,7 @@ class Llama:
         dtype: torch.dtype,
         vocab_size: int,
         deterministic: bool = False,
+        quantize: str = "none",
     ) -> None:
         """Build from ``take``; most callers want ``load`` or ``random``. ``own_head``: there are weights for a head."""
         self.config = config
@@ -97,7 +98,7 @@ class Llama:
             self.attention = fixed_attention.fixed_attention
         self._widths = [h * config.head_dim for h in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.embedding = take(EMBEDDING)
-        linears = Linears(deterministic=deterministic)
+        linears = Linears(deterministic=deterministic, quantize=quantize)
         self.layers = [_layer(config, take, linears, f"model.layers.{i}.") for i in range(config.num_layers)]
         self.norm = take("model.norm.weight")
         head = take(HEAD) if own_head else self.embedding
@@ -118,6 +119,7 @@ class Llama:
         dtype: torch.dtype,
         vocab_size: int | None = None,
         deterministic: bool = False,
+        quantize: str = "none",
     ) -> Llama:
         """Load a folder in the Hugging Face layout.
 
@@ -126,7 +128,8 @@ class Llama:
             device, dtype: of weights, activations and KV.
             vocab_size: ids the tokenizer knows. Vocabularies are often padded; the head is narrowed to this many
                 ids, so that padding is never produced. None, or more than the head has, keeps all.
-            deterministic: a token's result shall not depend on who shares its step, see ``random``.
+            deterministic: on a CPU, a token's result shall not depend on who shares its step (``fixed_attention``).
+            quantize: ``int8`` rounds the weights of linear layers to 8 bits, one by one as they are read.
 
         Raises:
             ConfigError: ``deterministic`` cannot be had on this machine.
@@ -148,6 +151,7 @@ class Llama:
                 dtype=dtype,
                 vocab_size=config.vocab_size if vocab_size is None else vocab_size,
                 deterministic=deterministic,
+                quantize=quantize,
             )
 
     @staticmethod
@@ -159,6 +163,7 @@ class Llama:
         seed: int = 0,
         std: float = 0.02,
         deterministic: bool = False,
+        quantize: str = "none",
     ) -> Llama:
         """A model with random weights (normal with deviation ``std``; norms are 1), for benchmarks and tests."""
         device = torch.device(device)
@@ -180,6 +185,7 @@ class Llama:
                 dtype=dtype,
                 vocab_size=config.vocab_size,
                 deterministic=deterministic,
+                quantize=quantize,
             )
 
     def forward(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
