@@ -27,6 +27,13 @@ _CONTENT_SCHEMA = {
     ],
 }
 
+_WHO_MAY_BE_SILENT: Any = {
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
+}
+
 
 class CalledFunction(BaseModel):
     model_config = ConfigDict(strict=True)
@@ -48,7 +55,7 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     """One message. Further keys are handed to the chat template as they are."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_WHO_MAY_BE_SILENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # checked with the chat template's own words for it, which name the part
