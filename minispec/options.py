@@ -147,7 +147,7 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             "--deterministic",
             is_flag=True,
             help="On a CPU: a token's numbers are the same bits whoever shares its step, drafted or not. The first "
-            "start waits for the compiled step.",
+            "start waits for the compiled step.  [default: off]",
         ),
         click.option(
             "--threads",
