@@ -291,6 +291,7 @@ class _Job:
         base: dict[str, Any] = {
             "seed": run.recipe.seed,
             "rows": _ROWS[device],
+            "bfloat16": self._target.dtype == torch.bfloat16,
             # a GPU has the time for the whole softmax
             "negatives": 1024 if device == "cpu" else None,
         }

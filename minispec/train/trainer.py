@@ -36,6 +36,7 @@ class Settings:
         fade: weight of a step's loss to that of the step before.
         negatives: tokens drawn for the denominator of the softmax, beside those of the labels; None takes all.
         written: weight of the tokens of user turns; those of answers count 1.
+        bfloat16: multiply matrices in bfloat16; parameters and sums stay in float32.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class Settings:
     fade: float = 0.8
     negatives: int | None = 1024
     written: float = 0.5
+    bfloat16: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate() * group["share"]
         self.optimizer.zero_grad(set_to_none=True)
-        loss, first, named = self._loss(batch, generator)
+        with self._precision():
+            loss, first, named = self._loss(batch, generator)
         if math.isfinite(float(loss.detach())):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters.values(), 1.0)
@@ -155,6 +158,10 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, examples: Sequence[Example]) -> Quality:
         """Measure the head on ``examples``, on what follows each token of their answers."""
+        with self._precision():
+            return self._evaluate(examples)
+
+    def _evaluate(self, examples: Sequence[Example]) -> Quality:
         reached = torch.zeros(DEPTH)
         named = torch.zeros(DEPTH)
         loss = count = 0.0
@@ -185,6 +192,9 @@ class Trainer:
         return Quality(
             tuple(round(a, 4) for a in accuracy.tolist()), 1 + float(accuracy.cumprod(0).sum()), loss / max(count, 1)
         )
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.bfloat16)
 
     def _next_batch(self) -> list[int]:
         while self._epoch < 0 or self.step >= self._first + len(self._batches):
@@ -246,7 +256,7 @@ class Trainer:
 
     def _logits(self, hidden: Tensor, ids: Tensor | None = None, correction: Tensor | None = None) -> Tensor:
         output = self.head.output if ids is None else self.head.output[ids]
-        logits = F.linear(self.head.forward.normed(hidden), output)
+        logits = F.linear(self.head.forward.normed(hidden), output).float()
         return logits if correction is None else logits + correction
 
     def _vocabulary(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor | None, Tensor | None]:

@@ -46,8 +46,9 @@ def trainer(settings: Settings | None = None) -> tuple[Trainer, list]:
     return Trainer(head, examples[4:], settings or Settings(steps=STEPS, rows=256, negatives=16)), examples[:4]
 
 
-def test_a_head_learns_what_the_target_does():
-    made, held_out = trainer(Settings(steps=120, rows=256, negatives=16))
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_head_learns_what_the_target_does(bfloat16):
+    made, held_out = trainer(Settings(steps=120, rows=256, negatives=16, bfloat16=bfloat16))
     before = made.evaluate(held_out)
     while not made.done:
         made.advance()
