@@ -32,7 +32,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     levels = report.get("sweep") or [report]
     panels = [lambda axes: _categories(axes, levels[0])]
     if len(levels) > 1:
-        panels.append(lambda axes: _concurrency(axes, levels))
+        panels.append(lambda axes: _concurrency(axes, levels, report["draft"]))
     if steps := report.get("context_sweep", {}).get("step_ms"):
         panels.append(lambda axes: _line(axes, steps, "tokens of context", "ms per step"))
     if prefill := report.get("prefill", {}).get("ttft_ms"):
@@ -61,9 +61,9 @@ def _categories(axes: Any, report: dict[str, Any]) -> None:
     axes.legend()
 
 
-def _concurrency(axes: Any, levels: list[dict[str, Any]]) -> None:
+def _concurrency(axes: Any, levels: list[dict[str, Any]], draft: str) -> None:
     streams = [level["concurrency"] for level in levels]
-    axes.plot(streams, [level["tokens_per_s"] for level in levels], "o-", label=f"with {levels[0]['draft']}")
+    axes.plot(streams, [level["tokens_per_s"] for level in levels], "o-", label=f"with {draft}")
     axes.plot(streams, [level["baseline_tokens_per_s"] for level in levels], "o-", label="without")
     axes.set(xlabel="streams", ylabel="tokens per second in all", ylim=(0, None))
     axes.legend()

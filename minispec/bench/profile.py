@@ -56,7 +56,9 @@ class Profile:
                     wrap(member, name, "draft forward")
         wrap(batch.StepBatch, "build", "prepare", static=True)
         wrap(engine.runner, "forward", "forward")
-        wrap(engine, "_sampler", "sample")
+        wrap(engine, "_sample", "sample")
+        for name in ("score_prompts", "logprobs"):
+            wrap(engine._sampler, name, "sample")
         wrap(engine_module, "settle", "verify")
         wrap(settle, "verify", "verify")
         wrap(engine.runner.kv, "commit", "commit")

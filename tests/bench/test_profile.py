@@ -32,10 +32,10 @@ def test_every_part_of_a_step_is_counted_once(draft):
 
 def test_leaves_nothing_behind():
     engine = tiny_engine("ngram")
-    before = StepBatch.build, settle.verify, Request.append, engine._sampler
+    before = StepBatch.build, settle.verify, Request.append, engine._sample
     with pytest.raises(RuntimeError, match="boom"), Profile(engine):
         raise RuntimeError("boom")
-    assert (StepBatch.build, settle.verify, Request.append, engine._sampler) == before
+    assert (StepBatch.build, settle.verify, Request.append, engine._sample) == before
     assert not {"step", "forward"} & (vars(engine).keys() | vars(engine.runner).keys())
     assert "propose" not in vars(engine.drafter)
     generate(engine, [1, 2, 3], max_tokens=4)
