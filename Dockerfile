@@ -4,8 +4,8 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
-# A C compiler: Triton builds a small launcher for each kernel at run time.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# Compilers: of C for the small launchers that Triton builds for its kernels, of C++ for the compiled step of a CPU.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 minispec && mkdir /models && chown minispec /models
 WORKDIR /app
@@ -16,7 +16,7 @@ ARG TORCH_INDEX=
 RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '.[pull]'
 
 USER minispec
-ENV MINISPEC_WEIGHTS=/models HF_HOME=/models/huggingface TRITON_CACHE_DIR=/models/triton PYTHONUNBUFFERED=1
+ENV MINISPEC_WEIGHTS=/models HF_HOME=/models/huggingface TRITON_CACHE_DIR=/models/triton XDG_CACHE_HOME=/models/cache PYTHONUNBUFFERED=1
 VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --start-period=120s CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"
