@@ -190,6 +190,7 @@ class AutoBudget:
         self._members: dict[str, _MemberRecord] = {}
         self._slots: dict[Slot, _SlotRecord] = {}
         self._draft_seconds = 0.0  # of this step
+        self._asked: set[Slot] = set()  # slots drafted for in this step
 
     @property
     def step_cost(self) -> StepCost | None:
@@ -206,6 +207,7 @@ class AutoBudget:
             deepest = max(deepest, member.depth_limit)
             asked.update(chosen)
         drafter.depth_limit = deepest
+        self._asked = {slots[i] for i in asked}
         return [count if i in asked else 1 for i, count in enumerate(wanted)]
 
     def cut(
@@ -332,6 +334,8 @@ class AutoBudget:
         self, drafter: Drafter, slot: Slot, tree: DraftTree, sources: Sequence[Source], any_kept: bool
     ) -> list[int]:
         """Note for each member whether its proposal was worth verifying; returns what to verify even so, as a probe."""
+        if slot not in self._asked:
+            return []
         record, probe = self._slot(slot), []
         for member in drafter.members:
             if member.depth_limit == 0 or not slot.request.may_draft(member.name):

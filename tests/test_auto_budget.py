@@ -185,6 +185,39 @@ def test_load_that_swings_does_not_thrash(per_row, draft_seconds, low, high):
     assert auto >= 0.95 * off and auto >= 0.9 * max(off, always)
 
 
+@pytest.mark.parametrize(("per_row", "draft_seconds"), [(20.0, 2.0), (6.0, 8.0), (6.0, 0.0)])
+def test_drafts_come_back_when_a_crowd_has_left(per_row, draft_seconds):
+    """Among others rows are dear, and fewer drafts pay; alone again a request is at once drafted for as before."""
+    clock = Clock()
+    drafter = TimedDrafter(right(share=0.9), clock, draft_seconds)
+    engine = simulated_engine(drafter, clock, StepCost(20.0, per_row), max_slots=12)
+
+    def add(count):
+        requests = [engine.make_request([1], SamplingParams(max_tokens=1500, temperature=0)) for _ in range(count)]
+        for request in requests:
+            engine.add(request)
+        engine.step()
+        return requests
+
+    def tokens_per_slot_and_step():
+        tokens = seats = 0
+        for _ in range(40):
+            seats += len(engine.scheduler.running)
+            tokens += sum(len(event.tokens) for event in engine.step())
+        return tokens / seats
+
+    [request] = add(1)
+    before = tokens_per_slot_and_step()
+    guests = add(11)
+    among = tokens_per_slot_and_step()
+    for guest in guests:
+        engine.abort(guest)
+    after = tokens_per_slot_and_step()
+    assert among - 1 < 0.5 * (before - 1), "the crowd was to make drafting dear"
+    assert after > 0.85 * before > 2
+    assert request.output == [(2 + i) % 50 for i in range(request.num_output)]
+
+
 def test_a_member_that_does_not_pay_is_left_out_of_a_union(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(union, "time", SimpleNamespace(perf_counter=clock))

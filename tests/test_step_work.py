@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minispec.batch import StepBatch
 from minispec.request import SamplingParams
@@ -61,6 +62,38 @@ def test_the_host_fetches_as_often_for_many_slots_as_for_one(sampling):
     assert max(together) < max(alone) + 8
     if not sampling["temperature"]:
         assert alone == together == {1}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do: on a device, launches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_per_step(draft: str, width: int) -> int:
+    """Of a step that drafts and verifies ``6 * width`` nodes, ``width`` a layer."""
+    engine = tiny_engine(draft, depth=6, width=width, tree_budget=1 + 6 * width)
+    if draft == "eagle3":
+        engine.drafter._width = engine.drafter._children = width
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    engine.add(engine.make_request([1, 2, 3, 4, 5] * 3, params))
+    for _ in range(3):
+        engine.step()
+    drafted = engine.stats.drafted
+    with Operations() as operations:
+        engine.step()
+    assert engine.stats.drafted - drafted == 6 * width
+    return operations.count
+
+
+@pytest.mark.parametrize("draft", ["other", "layers", "eagle3"])
+def test_a_tree_of_sixty_nodes_takes_no_more_operations_than_one_of_twelve(draft):
+    """The same number of layers: nothing is computed node by node."""
+    assert operations_per_step(draft, 10) <= operations_per_step(draft, 2)
 
 
 def test_a_step_is_laid_out_by_what_is_alive_not_by_what_could_be(monkeypatch):

@@ -189,6 +189,31 @@ def test_running_drafts_go_on_while_a_long_prompt_is_read():
 
 
 @MODES
+def test_what_is_not_drafted_for_is_caught_up_with(mode):
+    """Steps without a proposal leave text to read: a chunk a step, and then the drafts are as right as before."""
+    d = Drafting(tiny_model(0), chunk=32, depth=4, width=1, max_slots=1)
+    request = d.request(prompt(20), max_tokens=200, **mode)
+    for _ in range(3):
+        d.engine.step()
+    own, d.drafter.propose = d.drafter.propose, NoDrafter().propose
+    for _ in range(90):
+        d.engine.step()
+    assert d.engine.stats.drafted == d.engine.stats.accepted == 8
+    d.drafter.propose = own
+    d.runner.rows.clear()
+    for _ in range(3):
+        d.engine.step()
+    assert d.runner.rows[:2] == [32, 32] and d.engine.stats.drafted == 12
+    while request.remaining > 5:
+        d.engine.step()
+    counts = request.speculation
+    assert counts.accepted == counts.drafted > 60 and max(d.runner.rows) <= 32
+    while d.engine.has_work:
+        d.engine.step()
+    assert [request.output] == plain([prompt(20)], [request.params])
+
+
+@MODES
 def test_an_exhausted_draft_pool_means_no_drafts_and_the_same_text(mode):
     texts = [prompt(20, i) for i in range(4)]
     params = [SamplingParams(max_tokens=40, seed=i, **mode) for i in range(4)]
