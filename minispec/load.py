@@ -209,7 +209,9 @@ def default_params(folder: Path) -> dict[str, Any]:
             continue
         defaults[key] = value
     if found.get("do_sample") is False:
-        defaults = {"temperature": 0.0}
+        # greedy: what shapes a draw is void, but a penalty changes which token is the likeliest
+        defaults = {key: value for key, value in defaults.items() if key == "repetition_penalty"}
+        defaults["temperature"] = 0.0
     if defaults:
         logger.info("sampling defaults of the model: %s", defaults)
     return defaults

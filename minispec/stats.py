@@ -37,8 +37,8 @@ class EngineStats:
         preemptions: slots taken back for want of pages.
         prefix_query_tokens: prompt tokens of requests that got a slot for the first time.
         prefix_hit_tokens: those of them that were found in the prefix cache.
-        errors: faults contained, by the stage they came from: requests that ended with an error, drafts that failed,
-            and steps that failed and succeeded when they were tried again.
+        errors: by the stage they came from: requests that ended with an error, and drafters and listeners that failed.
+            A step of the target that fails and passes when it is tried again is not counted.
         verifications: trees verified.
         drafted, accepted: draft nodes verified, and those that became text.
         truncated: tokens that a verification had found and the end of the request cut off, so that the tokens appended

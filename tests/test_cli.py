@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import click
 import pytest
+from safetensors.torch import load_file, save_file
 
 from minispec import cli
 from minispec.config import EngineConfig
 from minispec.errors import ConfigError, ModelError
+from tiny_folders import tiny_folder
 
 
 def run(capsys, *args):
@@ -104,6 +106,28 @@ def test_unknown_model_and_host(capsys):
     assert status == 1 and err.startswith("error: There is no model 'no-such-model'.")
     status, _, err = run(capsys, "serve", "--target", "x", "--host", "no.such.host.invalid")
     assert status == 2 and "--host" in err
+
+
+@pytest.mark.parametrize("missing", ["shard", "tensor"])
+def test_incomplete_weights_are_told_before_anything_is_served(capsys, monkeypatch, tmp_path, missing):
+    monkeypatch.setattr("minispec.server.run.serve", lambda *args, **named: pytest.fail("it was served"))
+    folder = tiny_folder(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    shards = {f"model-0000{i + 1}-of-00003.safetensors": sorted(weights)[i::3] for i in range(3)}
+    (folder / "model.safetensors").unlink()
+    for name, tensors in shards.items():
+        save_file({tensor: weights[tensor] for tensor in tensors}, folder / name)
+    index = {"weight_map": {tensor: name for name, tensors in shards.items() for tensor in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    first, *rest = shards["model-00002-of-00003.safetensors"]
+    broken = folder / "model-00002-of-00003.safetensors"
+    if missing == "shard":
+        broken.unlink()
+    else:
+        save_file({tensor: weights[tensor] for tensor in rest}, broken)
+    status, out, err = run(capsys, "serve", "--target", str(folder), "--port", "0", "--device", "cpu")
+    assert status == 1 and out == "" and err.startswith("error: ")
+    assert (broken.name if missing == "shard" else first) in err
 
 
 @pytest.mark.parametrize("prefix", [["serve"], []])

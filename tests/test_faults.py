@@ -115,6 +115,7 @@ def test_what_passes_is_tried_again_and_nobody_notices(stage):
     faults.plan(stage, RuntimeError("boom"), times=1)
     finish(engine)
     assert [request.output for request in requests] == [solo(prompt, 20) for prompt in PROMPTS]
+    assert not any(engine.stats.errors.values())
 
 
 @pytest.mark.parametrize("culprits", [{0, 3}, {1, 2}, {0, 1, 2}])

@@ -160,6 +160,14 @@ def test_min_tokens_hold_back_the_end_of_sequence_position_by_position():
         assert request.output == [5, 6, 6, 7] and request.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("drafter", [None, drafting(1, 2, 7), drafting(4, 4, 1)], ids=["plain", "ends", "right"])
+def test_min_tokens_hold_back_every_end_of_sequence(drafter):
+    """Of several ends each is likelier than any other token; none comes before the fourth token, whoever drafts it."""
+    engine = scripted_engine(constant(0, 9, 8, 0, 7, 0, 0, 8.5), 8, drafter, eos_ids=frozenset({1, 2, 7}))
+    request = generate(engine, [0], max_tokens=9, min_tokens=3)
+    assert request.output == [4, 4, 4, 1] and request.finish_reason is FinishReason.STOP
+
+
 def test_ignore_eos_ignores_all_of_them_but_no_stop_token():
     tokens = [3, 2, 7, 4, 2, 9, 7, 7, 7, 7, 7]
     engine = scripted_engine(

@@ -6,9 +6,10 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from minispec.request import SamplingParams
-from scripted import pools, run
+from scripted import ScriptedDrafter, chain, generate, pools, run, scripted_engine
 from tiny_engine import DRAFTERS, VOCAB, tiny_engine
 
 GREEDY = {"temperature": 0.0}
@@ -108,6 +109,45 @@ def test_mixed_requests_keep_to_themselves():
     assert requests[0].output == alone(tuple(texts[0]), params[0])
     assert requests[2].output == alone(tuple(texts[2]), params[2])
     assert requests[1].output != requests[3].output
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram+itself"])
+def test_a_seed_is_a_text_whoever_comes_and_goes(draft):
+    """Neighbours without a seed of their own arrive, end and are cut off in the middle."""
+    [text] = prompts(1, seed=6)
+    params = SamplingParams(temperature=1.0, seed=42, max_tokens=48)
+    rng = random.Random(0)
+    for neighbours in (0, 3, 7):
+        engine = tiny_engine(draft, max_slots=8, max_step_tokens=40)
+        request = engine.make_request(text, params)
+        engine.add(request)
+        guests, arrived = [], 0
+        while engine.has_work:
+            if arrived < neighbours and rng.random() < 0.5:
+                arrived += 1
+                guest = SamplingParams(temperature=rng.choice([0.0, 1.0, 2.0]), max_tokens=rng.randrange(1, 30))
+                guests.append(engine.make_request([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))], guest))
+                engine.add(guests[-1])
+            if guests and rng.random() < 0.2:
+                engine.abort(rng.choice(guests))
+            engine.step()
+            engine.check()
+        assert request.output == alone(tuple(text), params)
+        assert all(0 <= token < VOCAB for guest in guests for token in guest.output)
+    other = SamplingParams(temperature=1.0, seed=43, max_tokens=48)
+    assert alone(tuple(text), other) != alone(tuple(text), params)
+
+
+def test_without_a_seed_every_text_is_another():
+    """Whatever state the generators of the process are in: a restart begins with the same one."""
+    flat = [0.0] * 64
+    outputs = set()
+    for _ in range(2):
+        random.seed(0)
+        torch.manual_seed(0)
+        engine = scripted_engine(lambda prefix: flat, 64, ScriptedDrafter(lambda text: chain([7, 7])))
+        outputs |= {tuple(generate(engine, [1], temperature=1.0, max_tokens=32).output) for _ in range(10)}
+    assert len(outputs) == 20
 
 
 def test_order_of_admission_does_not_matter():

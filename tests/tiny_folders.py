@@ -22,6 +22,8 @@ def tiny_folder(
     max_position: int = 128,
     generation: dict | None = None,
     extra_tokens: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    **more: object,
 ) -> Path:
     """A model folder.
 
@@ -30,6 +32,8 @@ def tiny_folder(
         vocab: rows of the embedding; more than the tokenizer knows is padding.
         generation: contents of generation_config.json, if any.
         extra_tokens: special tokens added behind the tokenizer's own.
+        dtype: what the weights are stored in.
+        more: entries of config.json.
     """
     byte_tokenizer_folder(path)
     if extra_tokens:
@@ -51,6 +55,7 @@ def tiny_folder(
         "max_position_embeddings": max_position,
         "rms_norm_eps": 1e-5,
         "eos_token_id": EOS,
+        **more,
     }
     (path / "config.json").write_text(json.dumps(data))
     if generation is not None:
@@ -60,5 +65,5 @@ def tiny_folder(
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.3
         for name, shape in expected_shapes(ModelConfig.from_folder(path)).items()
     }
-    save_file(weights, path / "model.safetensors")
+    save_file({name: weight.to(dtype) for name, weight in weights.items()}, path / "model.safetensors")
     return path

@@ -145,6 +145,7 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
         # a part never exceeds its whole
         "prefix_cache_hits": ("Prompt tokens that the prefix cache had.", stats.prefix_hit_tokens),
         "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+        "prefix_cache_evictions": ("Pages of the prefix cache given up for other text.", pool.evictions),
         "engine_steps": ("Steps that ran the target.", stats.steps),
         "forward_rows": ("Rows computed by the target: prompt tokens and tree nodes.", stats.forward_rows),
         "preemptions": ("Slots taken back for want of pages.", stats.preemptions),
@@ -156,7 +157,12 @@ def _engine_families(engine: Engine) -> Iterator[Metric]:
     for name, (help_text, number) in counters.items():
         yield CounterMetricFamily(f"minispec_{name}", help_text, value=number)
     yield _by("minispec_requests", "Requests that ended, by reason.", "reason", stats.finished)
-    yield _by("minispec_errors", "Faults contained, by the stage of a step they came from.", "stage", stats.errors)
+    yield _by(
+        "minispec_errors",
+        "Requests that ended with a fault, and drafters and listeners that failed, by stage.",
+        "stage",
+        stats.errors,
+    )
 
 
 def _worker_families(worker: EngineWorker) -> Iterator[Metric]:

@@ -113,6 +113,7 @@ def scripted_engine(
     max_slots: int = 4,
     max_context: int = 256,
     pages: int = 400,
+    prefix_cache: bool = False,
     default_params: Mapping[str, Any] | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> Engine:
@@ -122,9 +123,10 @@ def scripted_engine(
         if script.drafts
         else NoDrafter()
     )
+    runner = _Runner(script, pages)
     engine = _Engine(
-        _Runner(script, pages),
-        PagePool(pages),
+        runner,
+        PagePool(pages, runner.kv.page_size if prefix_cache else None),
         drafter,
         Noise(BYTE_VOCAB_SIZE),
         tokenizer=tokenizer,

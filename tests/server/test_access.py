@@ -27,7 +27,10 @@ PATHS = (
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 def test_everything_is_guarded(guarded, method):
-    for path in PATHS:
+    """Every route there is, whatever it is spelt like, and what is none."""
+    routes = [route.path.partition("{")[0] for route in guarded.api.routes() if route.path != "/health"]
+    assert len(routes) >= 8
+    for path in dict.fromkeys([*PATHS, *routes, *(f"/{path}" for path in routes), *(f"{path}/" for path in routes)]):
         # As raw bytes: clients would tidy up the path.
         request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
         with raw_request(guarded, request.encode()) as connection:

@@ -85,7 +85,8 @@ def test_sixty_clients_drop(serve):
     server.assert_alive()
 
 
-def test_a_client_that_never_reads(serve):
+@pytest.mark.parametrize("shut", [False, True], ids=["open", "shut for reading"])
+def test_a_client_that_never_reads(serve, shut):
     """Its tokens pile up to max_tokens at most; others are served meanwhile; in the end the connection is cut off."""
     script = Script(reply=lambda prompt: "yes" if "alive" in prompt else None)
     server = serve(script, max_slots=9, pages=600, send_buffer=4096, options={"write_timeout": 0.5})
@@ -94,6 +95,8 @@ def test_a_client_that_never_reads(serve):
     connection.connect(server.address)
     prompts = [f"endless {index}" for index in range(8)]  # enough text to fill the buffers of both sides
     connection.sendall(http_bytes("/v1/completions", {"prompt": prompts, "stream": True, "max_tokens": 120}))
+    if shut:
+        connection.shutdown(socket.SHUT_RD)  # of which the other side hears nothing
     wait_for(lambda: script.steps > 20)
     assert server.complete("alive?").json()["choices"][0]["text"] == "yes"
     wait_for(lambda: not server.api.active, 20)

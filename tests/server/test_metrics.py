@@ -130,6 +130,19 @@ def test_counters_only_grow(serve):
     assert 0 <= others <= value(last, "preemptions_total")
 
 
+def test_the_prefix_cache_in_numbers(serve):
+    server = serve(Script(reply=lambda prompt: "ok"), pages=12, max_context=48, prefix_cache=True)
+    for text in ("a" * 20, "a" * 20, "b" * 20, "c" * 20):
+        assert server.complete(text).status_code == 200
+    samples = scrape(server)
+    idle(samples)
+    # 21 tokens a prompt, pages of 4, the last token is always read; 23 of a text are read, so it fills 5 pages
+    assert value(samples, "prefix_cache_queries_total") == 4 * 21
+    assert value(samples, "prefix_cache_hits_total") == 20
+    assert value(samples, "prefix_cache_evictions_total") > 0
+    assert value(samples, "kv_pages_cached") + value(samples, "kv_pages_free") == value(samples, "kv_pages") == 12
+
+
 def test_faults_and_refusals_are_counted(serve):
     script = Script(reply=lambda prompt: "yes", fail_at=2)
     server = serve(script, max_slots=1, max_waiting=0)

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fake_worker import events_of, wait_for
+from fake_worker import Script, events_of, scripted_engine, wait_for
+from minispec.server.run import ready_line
 
 SERVER = Path(__file__).with_name("scripted_server.py")
 
@@ -119,9 +120,21 @@ def test_drain_is_cut_short(start, how):
         assert error["error"]["code"] == "aborted"
 
 
-def test_idle_server_ends_at_once(start):
+def cpu_seconds(pid):
+    """What a process has used of the processors so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_server_rests_and_ends_at_once(start):
     process = start()
     process.wait_ready()
+    answers = []
+    process.stream("sixty", answers)
+    if sys.platform == "linux":
+        before = cpu_seconds(process.popen.pid)
+        time.sleep(1)
+        assert cpu_seconds(process.popen.pid) - before <= 0.05  # whatever else the machine does meanwhile
     process.popen.send_signal(signal.SIGTERM)
     started = time.monotonic()
     assert process.end(5) == (0, "") and time.monotonic() - started < 5
@@ -155,3 +168,13 @@ def test_a_fatal_fault_ends_the_process(start):
     assert (
         "error: the engine failed: EngineFailed: the target computes nothing any more: RuntimeError: scripted" in stderr
     )
+
+
+def test_what_is_said_at_the_start(tmp_path):
+    """The model's own sampling defaults too: they decide what a request gets that says nothing."""
+    plain = scripted_engine(Script(), tmp_path)
+    assert ready_line("m", plain) == "minispec is ready: m (device cpu, slots 4)"
+    tuned = scripted_engine(Script(), tmp_path, default_params={"temperature": 0.1, "top_k": 1})
+    first, second = ready_line("m", tuned).splitlines()
+    assert first == ready_line("m", plain) and "generation_config.json" in second
+    assert "temperature 0.1" in second and "top_k 1" in second

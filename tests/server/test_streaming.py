@@ -61,6 +61,21 @@ def test_usage(serve):
     assert serve().complete(max_tokens=1).json()["usage"]["speculation"]["acceptance_length"] is None
 
 
+@pytest.mark.parametrize("limit", [5, 40])
+def test_usage_of_a_long_prompt_read_in_chunks(serve, limit):
+    """However many tokens a step reads or brings, streamed or not, they are counted once."""
+    server = serve(Script(reply=lambda prompt: "0123456789" * 3, drafts=4), max_context=1024)
+    server.engine.scheduler.max_step_tokens = 100
+    prompt, asked = "x" * 600, {"max_tokens": limit}
+    whole = server.complete(prompt, **asked).json()["usage"]
+    assert max(server.engine.runner.rows) <= 100, "it was read in one go"
+    *_, last, done = events_of(
+        server.complete(prompt, stream=True, stream_options={"include_usage": True}, **asked).text
+    )
+    assert done == "[DONE]" and last["usage"] == whole
+    assert (whole["prompt_tokens"], whole["completion_tokens"]) == (601, min(limit, 31))
+
+
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}])
 def test_no_usage_unasked(shared, options):
     response = shared.chat(stream=True, stream_options=options)
@@ -212,13 +227,7 @@ def test_same_request_id_twice(serve):
     answers = {}
 
     def ask(prompt):
-        answers[prompt] = (
-            server.complete(prompt, extensions={})
-            if False
-            else httpx.post(
-                f"{server.url}/v1/completions", json={"prompt": prompt}, headers={"X-Request-Id": "same"}, timeout=20
-            )
-        )
+        answers[prompt] = server.post("/v1/completions", {"prompt": prompt}, headers={"X-Request-Id": "same"})
 
     threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("a", "b")]
     for thread in threads:
