@@ -30,7 +30,15 @@ from minispec.model.linear import Head
 from minispec.model.llama import Llama
 from minispec.native import build
 from minispec.native.library import Library, Team
-from minispec.native.model import Arena, CompiledForward, PackedHead, packed_layer, plain_layer, unsupported
+from minispec.native.model import (
+    Arena,
+    CompiledForward,
+    PackedHead,
+    PackedLinear,
+    packed_layer,
+    plain_layer,
+    unsupported,
+)
 from minispec.runner import CompileState, ModelRunner, Phase, resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -132,32 +140,36 @@ class Compilation:
         probe = Probe(model)
         expected, eager = probe.logits(model.forward), probe.seconds(model.forward)
         before, arena = model.head, Arena(model, packer)
-        for i, layer in enumerate(model.layers):
-            model.layers[i] = packed_layer(team, packer, layer, arena)
-        model.head = PackedHead(team, packer, model.head, arena)
-        got = probe.logits(CompiledForward(packer, model))
-        timed = probe.seconds(CompiledForward(packer, model))
-        deviation = _deviation(torch.cat(got), torch.cat(expected))
-        median, worst = deviation.median().item(), deviation.max().item()
-        if not (median <= TOLERANCE and worst <= WORST):  # NaN is no agreement either
-            self._undo(model, before)
-            raise ArithmeticError(
-                f"its logits deviate from the eager step's by {median:.3f} (median of the rows) and {worst:.3f} "
-                f"(worst), at most {TOLERANCE} and {WORST} are allowed"
-            )
+        try:
+            for i, layer in enumerate(model.layers):
+                model.layers[i] = packed_layer(team, packer, layer, arena)
+            model.head = PackedHead(team, packer, model.head, arena)
+            got = probe.logits(CompiledForward(packer, model))
+            timed = probe.seconds(CompiledForward(packer, model))
+            deviation = _deviation(torch.cat(got), torch.cat(expected))
+            median, worst = deviation.median().item(), deviation.max().item()
+            if not (median <= TOLERANCE and worst <= WORST):  # NaN is no agreement either
+                raise ArithmeticError(
+                    f"its logits deviate from the eager step's by {median:.3f} (median of the rows) and {worst:.3f} "
+                    f"(worst), at most {TOLERANCE} and {WORST} are allowed"
+                )
+        except Exception:
+            self._undo(model, before, packer)
+            raise
         milliseconds = [{n: s * 1e3 for n, s in times.items()} for times in (eager, timed)]
         if runner is self._runners[0]:
             self.state.eager_ms, self.state.compiled_ms = milliseconds
             if any(timed[n] > eager[n] for n in timed):
-                self._undo(model, before)
+                self._undo(model, before, packer)
                 self._end(Phase.SLOWER, f"eager {milliseconds[0]} ms, compiled {milliseconds[1]} ms", "INFO")
                 return
         runner.use(CompiledForward(team, model))
 
     @staticmethod
-    def _undo(model: Llama, head: Head) -> None:
+    def _undo(model: Llama, head: Head, packer: Team) -> None:
         for i, layer in enumerate(model.layers):
-            model.layers[i] = plain_layer(layer)
+            if isinstance(layer.qkv, PackedLinear):
+                model.layers[i] = plain_layer(layer, packer)
         model.head = head
 
     def _end(self, phase: Phase, reason: str, level: str) -> None:

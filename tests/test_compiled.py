@@ -3,7 +3,11 @@ company."""
 
 import logging
 import shutil
+import threading
 import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -155,7 +159,7 @@ def test_packed_linear(paired: bool, team: Team) -> None:
     weight = torch.randn((52, 70), generator=generator).bfloat16()
     bias = torch.randn(52, generator=generator).bfloat16()
     linear = PackedLinear(team, team, weight, bias, paired=paired)
-    assert torch.equal(linear.unpacked(), weight)
+    assert torch.equal(linear.unpacked(team), weight)
     x = torch.randn((5, 8, 70), generator=generator).bfloat16()
     expected = x.float() @ weight.float().T + bias.float()
     torch.testing.assert_close(linear.apply(x, torch.float32), expected, atol=1e-3, rtol=1e-3)
@@ -169,7 +173,7 @@ def test_weights_go_there_and_back(team: Team) -> None:
     layer = model().layers[0]
     x = torch.randn(3, 96).bfloat16()
     expected = layer.gate_up(x)
-    back = plain_layer(packed_layer(team, team, layer))
+    back = plain_layer(packed_layer(team, team, layer), team)
     assert type(back.gate_up) is Linear
     assert torch.equal(back.gate_up(x), expected)
 
@@ -218,6 +222,58 @@ def test_what_is_no_faster_is_not_used(
     assert "run eagerly" in caplog.text
     assert type(runner.model.layers[0].down) is Linear
     assert runner._forward == runner.model.forward
+
+
+@needs_machine
+@pytest.mark.parametrize("why", ["slower", "wrong", "out of memory"])
+def test_goes_back_while_running(library_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """The engine steps on over the weights that are being laid out anew, and then as they were."""
+    callers: defaultdict[int, set[int]] = defaultdict(set)  # of each team
+
+    class Watched(Library):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            for name in ("pack", "unpack", "linear", "forward"):
+                setattr(self, name, partial(self._call, getattr(self, name)))
+
+        @staticmethod
+        def _call(function, team: int, *arguments) -> None:
+            callers[team].add(threading.get_ident())
+            function(team, *arguments)
+
+    def fail(*_):
+        raise MemoryError
+
+    times = iter([{1: 1.0}, {1: 2.0 if why == "slower" else 0.5}])
+    monkeypatch.setattr(Probe, "seconds", lambda *_: next(times))
+    monkeypatch.setattr(compiled, "Library", Watched)
+    if why == "wrong":
+        monkeypatch.setattr(compiled, "_deviation", lambda got, _: torch.full((len(got),), float("nan")))
+    if why == "out of memory":
+        monkeypatch.setattr(compiled, "PackedHead", fail)
+    cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
+    runner = ModelRunner(model(num_layers=8), pages=32, page_size=16)
+    span = Span.chunk(range(30), [3, 4], 0, sample_last=True)
+    eager = runner.forward([span])
+    compilation = Compilation([runner], threads=2)
+    background = threading.Thread(target=lambda: compilation._finish(cached, 0.0, background=True))
+    background.start()
+    while background.is_alive():
+        assert _deviation(runner.forward([span]), eager).max() < 0.1
+    background.join()
+    assert compilation.state.phase is (Phase.SLOWER if why == "slower" else Phase.FAILED)
+    assert all(len(threads) == 1 for threads in callers.values())
+    assert all(type(layer.down) is Linear for layer in runner.model.layers)
+    assert torch.equal(runner.forward([span]), eager)
+
+
+@needs_machine
+def test_callers_of_one_team_wait_for_each_other(team: Team) -> None:
+    x = torch.randn((7, 96)).bfloat16()
+    linear = PackedLinear(team, team, torch.randn((301, 96)).bfloat16())
+    expected = linear(x)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(torch.equal(got, expected) for got in threads.map(lambda _: linear(x), range(400)))
 
 
 @needs_machine

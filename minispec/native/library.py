@@ -123,7 +123,8 @@ class Library:
 
 
 class Team:
-    """A team of threads that runs the library's calls, with the working memory they need. One caller at a time.
+    """A team of threads that runs the library's calls, with the working memory they need. One caller at a time:
+    another waits.
 
     Attributes:
         library: whose functions.

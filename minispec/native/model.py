@@ -74,7 +74,7 @@ class PackedLinear(Linear):
     ) -> None:
         """Args:
         team: for later calls.
-        packer: lays the weight out, now.
+        packer: lays the weight out, now; no other thread may be calling it.
         plain: [out, in] bfloat16, contiguous.
         bias: [out] bfloat16.
         paired: the outputs are gate and up, which the step wants side by side.
@@ -111,10 +111,10 @@ class PackedLinear(Linear):
             )
         return out.view(*x.shape[:-1], self.out_features)
 
-    def unpacked(self) -> Tensor:
+    def unpacked(self, packer: Team) -> Tensor:
         """The plain weight, [out, in]."""
         plain = torch.empty((self.out_features, self.in_features), dtype=torch.bfloat16)
-        self._team.library.unpack(self._team.handle, byref(self.struct), plain.data_ptr())
+        packer.library.unpack(packer.handle, byref(self.struct), plain.data_ptr())
         return plain
 
 
@@ -133,10 +133,10 @@ class PackedHead(Head):
         return self._linear.struct
 
 
-def dense(linear: Linear) -> Tensor:
+def dense(linear: Linear, packer: Team) -> Tensor:
     """A Linear's plain weight, [out, in] contiguous."""
     if isinstance(linear, PackedLinear):
-        return linear.unpacked()
+        return linear.unpacked(packer)
     weight: Tensor = linear.weight.to_dense() if linear.packed else linear.weight
     return weight.contiguous()
 
@@ -145,7 +145,7 @@ def packed_layer(team: Team, packer: Team, layer: Layer, arena: Arena | None = N
     """``layer`` with its weights in the step's layout."""
 
     def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
-        made = PackedLinear(team, packer, dense(linear), linear.bias, paired=paired, arena=arena)
+        made = PackedLinear(team, packer, dense(linear, packer), linear.bias, paired=paired, arena=arena)
         made.rows = linear.rows  # for the way back
         return made
 
@@ -161,9 +161,9 @@ def packed_layer(team: Team, packer: Team, layer: Layer, arena: Arena | None = N
     )
 
 
-def plain_layer(layer: Layer) -> Layer:
-    """The way back."""
-    qkv, o, gate_up, down = (_plain(x) for x in _linears(layer))
+def plain_layer(layer: Layer, packer: Team) -> Layer:
+    """The way back; ``packer`` as for ``PackedLinear``."""
+    qkv, o, gate_up, down = (_plain(x, packer) for x in _linears(layer))
     return Layer(layer.input_norm, qkv, layer.q_norm, layer.k_norm, o, layer.post_norm, gate_up, down)
 
 
@@ -216,8 +216,8 @@ class CompiledForward:
         return logits
 
 
-def _plain(linear: Linear) -> Linear:
-    plain = Linear(dense(linear), linear.bias)
+def _plain(linear: Linear, packer: Team) -> Linear:
+    plain = Linear(dense(linear, packer), linear.bias)
     plain.rows = linear.rows
     return plain
 

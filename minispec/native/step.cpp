@@ -43,9 +43,10 @@ template <class T>
 struct Rows {
   std::vector<T> data;
   size_t stride = 0;
-  void fit(int rows, int width) {
-    if (stride != static_cast<size_t>(padded_inputs(width))) data.clear();
-    stride = padded_inputs(width);
+  int width = 0;
+  void fit(int rows, int new_width) {
+    if (width != new_width) data.clear();
+    width = new_width, stride = padded_inputs(width);
     if (data.size() < rows * stride) data.resize(rows * stride, 0);
   }
   T* row(int64_t i) { return data.data() + i * stride; }
@@ -56,6 +57,7 @@ class Runner {
   explicit Runner(int threads) : pool_(threads), attenders_(threads) {}
 
   void forward(const Model& m, const Step& s) {
+    const std::lock_guard<std::mutex> alone(alone_);
     const Batch& b = s.batch;
     if (b.rows == 0) return;
     const int qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim;
@@ -72,6 +74,7 @@ class Runner {
   }
 
   void linear(const Linear& l, const bf16* x, int64_t stride, int rows, void* y, int64_t y_stride, bool wide) {
+    const std::lock_guard<std::mutex> alone(alone_);
     given_.fit(rows, l.in);
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < l.in; i += 16) {
@@ -87,10 +90,12 @@ class Runner {
   }
 
   void pack(const Linear& l, const bf16* plain, bf16* packed) {
+    const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int) { pool_.phase(blocks_of(l), [&](int block) { pack_block(l, plain, packed, block); }); });
   }
 
   void unpack(const Linear& l, bf16* plain) {
+    const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int) { pool_.phase(blocks_of(l), [&](int block) { unpack_block(l, plain, block); }); });
   }
 
@@ -152,6 +157,7 @@ class Runner {
     gemm<To::kFloat>(pool_, m.head, normed_.row(0), normed_.stride, b.samples, s.logits, m.vocab);
   }
 
+  std::mutex alone_;  // a second caller waits
   Pool pool_;
   std::vector<Attender> attenders_;
   Plan plan_;
