@@ -72,9 +72,9 @@ class EagleDrafter(GrowingDrafter[_State]):
         pages: int,
         page_size: int,
         prefix_cache: bool = True,
-        depth: int = 5,
-        width: int = 6,
-        children: int = 6,
+        depth: int = 6,
+        width: int = 8,
+        children: int = 10,
         chunk: int = 256,
     ) -> None:
         shape = head.config.layer
