@@ -43,10 +43,11 @@ from minispec.runner import CompileState, ModelRunner, Phase, resolve_dtype
 
 log = logging.getLogger(__name__)
 
-TOLERANCE, WORST = 0.1, 0.3
-"""Deviation of a row's logits from eager torch's, as a share of their spread (both root mean squares): median and
-largest over the rows of the check. Eager bfloat16 itself deviates from float32 by 0.05 and 0.2 on its random text
-(smollm2-135m); a wrong mask, position or weight makes more than 0.5."""
+TOLERANCES = {16: (0.1, 0.3), 8: (0.2, 0.5)}
+"""Bits of a weight to the deviation of a row's logits from eager torch's that is allowed, as a share of their spread
+(both root mean squares): median and largest over the rows of the check. Eager bfloat16 itself deviates from float32 by
+0.05 and 0.2 on its random text (smollm2-135m); rounding activations to 8 bits makes steps of small differences: 0.11
+and 0.26 between eager and compiled. A wrong mask, position or weight makes more than 0.5."""
 
 
 class Compilation:
@@ -148,10 +149,11 @@ class Compilation:
             timed = probe.seconds(CompiledForward(packer, model))
             deviation = _deviation(torch.cat(got), torch.cat(expected))
             median, worst = deviation.median().item(), deviation.max().item()
-            if not (median <= TOLERANCE and worst <= WORST):  # NaN is no agreement either
+            tolerance, limit = TOLERANCES[model.head.struct.bits]
+            if not (median <= tolerance and worst <= limit):  # NaN is no agreement either
                 raise ArithmeticError(
                     f"its logits deviate from the eager step's by {median:.3f} (median of the rows) and {worst:.3f} "
-                    f"(worst), at most {TOLERANCE} and {WORST} are allowed"
+                    f"(worst), at most {tolerance} and {limit} are allowed"
                 )
         except Exception:
             self._undo(model, before, packer)

@@ -18,6 +18,7 @@ from minispec.batch import Span, StepBatch
 from minispec.compiled import Compilation, Probe, _deviation
 from minispec.errors import ConfigError
 from minispec.model import Llama, ModelConfig
+from minispec.model.int8 import BlockInt8Linear, Blocks, from_blocks, round_rows, to_blocks
 from minispec.model.linear import Linear
 from minispec.model.llama import Taps
 from minispec.native import build
@@ -55,9 +56,9 @@ def team(library_path: Path) -> Team:
     return Team(Library(library_path), 2)
 
 
-def model(**changes) -> Llama:
+def model(quantize: str = "none", **changes) -> Llama:
     config = ModelConfig(**SHAPE | changes)
-    return Llama.random(config, device="cpu", dtype=torch.bfloat16, seed=3, std=0.15)
+    return Llama.random(config, device="cpu", dtype=torch.bfloat16, seed=3, std=0.15, quantize=quantize)
 
 
 def compiled_forward(team: Team, llama: Llama) -> CompiledForward:
@@ -79,13 +80,14 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 @needs_machine
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_agrees_with_eager(variant: str, team: Team) -> None:
-    llama = model(**VARIANTS[variant])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_agrees_with_eager(variant: str, quantize: str, team: Team) -> None:
+    llama = model(quantize, **VARIANTS[variant])
     probe = Probe(llama)
     eager = torch.cat(probe.logits(llama.forward))
     got = torch.cat(probe.logits(compiled_forward(team, llama)))
     deviation = _deviation(got, eager)
-    assert deviation.median() < 0.03
+    assert deviation.median() < (0.05 if quantize == "int8" else 0.03)
     assert deviation.max() < 0.1
     # the eager forward goes on over the same weights
     assert _deviation(torch.cat(probe.logits(llama.forward)), eager).max() < 0.1
@@ -112,10 +114,10 @@ def test_layers_taps_and_kv_agree_with_eager(team: Team) -> None:
 
 
 @needs_machine
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_rows_bits_depend_on_its_text_alone(team: Team, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "quantize"), [(None, "none"), (300, "none"), (None, "int8")])
+def test_a_rows_bits_depend_on_its_text_alone(team: Team, window: int | None, quantize: str) -> None:
     """Token by token, in a chunk, in a branching tree across a boundary of chunks, beside others: the same bits."""
-    llama = model(sliding_window=window)
+    llama = model(quantize, sliding_window=window)
     forward = compiled_forward(team, llama)
     text = [(i * 131 + 7) % 301 for i in range(263)]
 
@@ -166,6 +168,72 @@ def test_packed_linear(paired: bool, team: Team) -> None:
     assert torch.equal(linear(x), linear.apply(x, torch.float32).bfloat16())
     assert torch.equal(linear(x[:, ::3]), linear(x)[:, ::3])  # strided rows
     assert linear(x[:0]).shape == (0, 8, 52)
+
+
+@needs_machine
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(52, 70), (64, 32), (2, 5), (34, 161)])
+def test_packed_int8_linear(outputs: int, inputs: int, paired: bool, team: Team) -> None:
+    generator = torch.Generator().manual_seed(1)
+    blocks = to_blocks(torch.randn((outputs, inputs), generator=generator))
+    bias = torch.randn(outputs, generator=generator).bfloat16()
+    linear = PackedLinear(team, team, blocks, bias, paired=paired)
+    back = linear.unpacked(team)
+    assert isinstance(back, Blocks)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, blocks, strict=True))
+    x = torch.randn((40, inputs), generator=generator).bfloat16()
+    x[5], x[6, 1] = 0, 25_000
+    whole = linear.apply(x, torch.float32)
+    exact = round_rows(x).double() @ from_blocks(blocks).double().T + bias.double()
+    # whole numbers are summed exactly, blocks of them in float32
+    torch.testing.assert_close(whole.double(), exact, atol=2e-5, rtol=1e-5)
+    assert torch.equal(whole[5], bias.float())
+    assert torch.equal(linear(x), whole.bfloat16())
+    for rows in range(41):
+        assert torch.equal(linear.apply(x[:rows], torch.float32), whole[:rows])
+        assert torch.equal(linear.apply(x[rows:], torch.float32), whole[rows:])
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x[3, -1] = bad
+        spoilt = linear.apply(x, torch.float32)
+        assert not spoilt[3].isfinite().any()
+        assert torch.equal(spoilt[[*range(3), *range(4, 40)]], whole[[*range(3), *range(4, 40)]])
+
+
+@needs_machine
+@pytest.mark.parametrize("vocab", [5, 8, 301])
+def test_the_best_logits_of_an_int8_head_are_its_own_weights(vocab: int, team: Team) -> None:
+    llama = model("int8", vocab_size=vocab)
+    runner = ModelRunner(llama, pages=2, page_size=16)
+    span = Span([1, 2, 3, 4], [0], 0, range(4), None, range(4))
+    forward = compiled_forward(team, llama)
+    taps = Taps((llama.config.num_layers,))
+    got = run(forward, runner, [span], taps=taps)
+    hidden = taps.features.float()
+    normed = (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + llama.config.rms_norm_eps)).bfloat16()
+    normed = normed * llama.norm
+    rough = llama.head.linear.apply(normed, torch.float32)
+    exact = normed.float() @ llama.head.weight.float().T
+    best = torch.zeros_like(rough, dtype=torch.bool).scatter_(1, rough.topk(min(8, vocab)).indices, True)
+    torch.testing.assert_close(got, torch.where(best, exact, rough), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(llama.head(normed), got, atol=1e-4, rtol=1e-4)
+
+
+@needs_machine
+def test_int8_is_adopted_and_goes_back(library_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
+    runner = ModelRunner(model("int8"), pages=4, page_size=16)
+    layer, x = runner.model.layers[0], torch.randn(3, 96).bfloat16()
+    expected = layer.gate_up(x)
+    times = iter([{1: 1.0}, {1: 2.0}])
+    with monkeypatch.context() as patch:
+        patch.setattr(Probe, "seconds", lambda *_: next(times))
+        assert Compilation([runner], cached=cached).start().phase is Phase.SLOWER
+    assert type(runner.model.layers[0].gate_up) is BlockInt8Linear
+    assert torch.equal(runner.model.layers[0].gate_up(x), expected)
+    monkeypatch.setattr(Probe, "seconds", lambda *_: {1: 1.0})
+    assert Compilation([runner], cached=cached).start().phase is Phase.READY
+    assert isinstance(runner.model.layers[0].gate_up, PackedLinear)
+    assert apart(runner.model.layers[0].gate_up(x), expected) < 0.01
 
 
 @needs_machine
@@ -363,6 +431,7 @@ def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 def test_what_models_it_cannot_run() -> None:
     assert unsupported(model()) is None
+    assert unsupported(model("int8")) is None
     assert "24" in (unsupported(model(head_dim=24)) or "")
     wide = Llama.random(ModelConfig(**SHAPE), device="cpu", dtype=torch.float32)
     assert "float32" in (unsupported(wide) or "")

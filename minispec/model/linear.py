@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec import kernels
 from minispec.errors import ConfigError
 
 PACK_ROWS = 16
@@ -89,45 +88,6 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-class Int8Linear(Linear):
-    """A Linear with weights of 8 bits, a scale per output (``kernels.linear_int8``).
-
-    On a CPU with 8-bit dot products the activations are rounded to 8 bits as well, a scale per row, so that a row's
-    result does not depend on the rows beside it: sums of integers are exact. Elsewhere only the weights are.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Arguments as for Linear; the weight is rounded here and let go of."""
-        self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self.packed = can_multiply_int8(weight.device)
-        self.weight, self.scale = kernels.quantize_int8(weight)
-        if self.packed:
-            self.weight = torch.ops.onednn.qlinear_prepack(self.weight, [PACK_ROWS, self.in_features])
-            self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
-
-    def product(self, x: Tensor) -> Tensor:
-        if not self.packed:
-            return kernels.linear_int8(x, self.weight, self.scale, self.bias)
-        scale = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True, dtype=torch.float32)
-        scale = scale.mul_(1 / 127).clamp_(min=1e-30)
-        # rounded to -127..127 and moved by 128: the instructions multiply unsigned by signed
-        rounded = (x / scale).add_(128.5).to(torch.uint8)
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            rounded, 1.0, 128, self.weight, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        out.mul_(scale)
-        return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
-
-
-def can_multiply_int8(device: torch.device) -> bool:
-    """True where oneDNN multiplies bytes exactly. Without VNNI or AMX it would saturate sums of two products."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    has = torch.cpu.get_capabilities()
-    return bool(has.get("avx512_vnni") or has.get("avx_vnni") or has.get("amx_int8"))
-
-
 def by_rows(product: Product, x: Tensor, rows: Rows) -> Tensor:
     """``product(x)``, made as ``rows`` says."""
     n = x.shape[0]
@@ -170,43 +130,16 @@ def steady_rows(out_features: int, in_features: int, dtype: torch.dtype) -> Rows
     )
 
 
-class Linears:
-    """Makes the linear layers of one model, all in one way.
-
-    Args:
-        deterministic: a row's result shall not depend on the rows beside it.
-        quantize: ``int8`` rounds weights to 8 bits, ``none`` keeps them.
-    """
-
-    def __init__(self, *, deterministic: bool = False, quantize: str = "none") -> None:
-        self._deterministic = deterministic
-        self._int8 = quantize == "int8"
-        self._rows: dict[tuple[int, int, torch.dtype], Rows] = {}
-
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Args:
-        weight, bias: as for ``Linear``.
-
-        Raises:
-            ConfigError: see ``steady_rows``.
-        """
-        linear = Int8Linear(weight, bias) if self._int8 else Linear(weight, bias)
-        if self._deterministic and not (self._int8 and linear.packed):
-            shape = linear.out_features, linear.in_features, weight.dtype
-            if shape not in self._rows:
-                # products with 8-bit weights are float32's where they are not of integers
-                dtype = torch.float32 if self._int8 else weight.dtype
-                self._rows[shape] = steady_rows(linear.out_features, linear.in_features, dtype)
-            linear.rows = self._rows[shape]
-        return linear
-
-
 class Head:
     """The output layer: hidden states to float32 logits with more than 16 bits of precision.
 
     bfloat16 logits near 25 are 0.125 apart, so ties would be common and the choice among them would turn on who shares
     the step. CUDA accumulates and returns float32. On a CPU, where the product comes rounded, the ``RESCORED`` best
     candidates of each row are computed again exactly.
+
+    Attributes:
+        weight: [vocab, hidden], as it was given.
+        linear: makes the logits.
     """
 
     def __init__(self, weight: Tensor, linear: Linear | None = None) -> None:
@@ -215,7 +148,7 @@ class Head:
         linear: a layer with the same weight, rounded in its own way; None makes a plain one.
         """
         self.weight = weight
-        self._linear = Linear(weight) if linear is None else linear
+        self.linear = Linear(weight) if linear is None else linear
 
     @property
     def vocab_size(self) -> int:
@@ -230,10 +163,13 @@ class Head:
             [rows, vocab] float32.
         """
         if x.dtype == torch.float32 or x.shape[0] == 0:
-            return self._linear(x) if x.shape[0] else x.new_empty((0, self.vocab_size), dtype=torch.float32)
+            return self.linear(x) if x.shape[0] else x.new_empty((0, self.vocab_size), dtype=torch.float32)
         if x.is_cuda:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        rounded = self._linear(x)
+        return self._rescored(self.linear(x), x)
+
+    def _rescored(self, rounded: Tensor, x: Tensor) -> Tensor:
+        """Logits in float32, the best of each row exact."""
         best = rounded.topk(min(RESCORED, self.vocab_size), dim=-1, sorted=False).indices
         # not a matrix product, whose sums for one row are made otherwise than for several
         exact = (F.embedding(best, self.weight).float() * x.float()[:, None]).sum(-1)

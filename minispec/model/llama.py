@@ -16,7 +16,8 @@ from minispec.batch import StepBatch
 from minispec.kv_cache import KVCache
 from minispec.model import fixed_attention
 from minispec.model.config import ModelConfig
-from minispec.model.linear import Head, Linear, Linears
+from minispec.model.linear import Head, Linear
+from minispec.model.linears import Linears
 from minispec.model.loader import EMBEDDING, HEAD, check_folder, expected_shapes
 from minispec.model.rope import Rope
 

@@ -29,7 +29,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
-NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
+NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni")
 """Instructions the code is written for, as /proc/cpuinfo names them."""
 
 NICENESS = 10

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 
-#include "pool.h"
 #include "vec.h"
 
 namespace minispec {
@@ -24,14 +23,14 @@ constexpr int kAhead = 8192;   // bytes of weight to fetch ahead: the processor'
 inline int padded_inputs(int in) { return (in + kPadInputs - 1) / kPadInputs * kPadInputs; }
 
 struct Linear {
-  const bf16* weight;  // packed
+  const void* weight;  // packed
   const bf16* bias;    // [out], or null
   int32_t in, out;
   int32_t paired;      // 1: gate_up; blocks hold 16 outputs of the first half and the matching 16 of the second
+  int32_t bits;        // of a weight. 16: bfloat16, as here; 8: see gemm8.h
 };
 
 inline int blocks_of(const Linear& l) { return l.paired ? (l.out / 2 + 15) / 16 : (l.out + kBlock - 1) / kBlock; }
-inline int64_t packed_size(const Linear& l) { return static_cast<int64_t>(blocks_of(l)) * kBlock * padded_inputs(l.in); }
 
 // Where output `lane` of a block lies in [0, out).
 inline int output_of(const Linear& l, int block, int lane) {
@@ -59,7 +58,7 @@ inline void pack_block(const Linear& l, const bf16* plain, bf16* packed, int blo
 
 // The way back.
 inline void unpack_block(const Linear& l, bf16* plain, int block) {
-  const bf16* from = l.weight + static_cast<size_t>(block) * padded_inputs(l.in) * kBlock;
+  const bf16* from = static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * padded_inputs(l.in) * kBlock;
   for (int lane = 0; lane < kBlock; ++lane) {
     if (!is_output(l, block, lane)) continue;
     bf16* to = plain + static_cast<size_t>(output_of(l, block, lane)) * l.in;
@@ -109,14 +108,13 @@ inline void tile(const float* x, size_t stride, const bf16* w, int pairs, __m512
 // One block of outputs for M rows. Out: bfloat16, float32, or silu(gate) * up as float32 rounded to bfloat16.
 enum class To { kBf16, kFloat, kSilu };
 
+// The end of a product: a block's sums of M rows, with the bias.
 template <int M, To to>
-void block_rows(const Linear& l, int block, const float* x, size_t stride, void* y, size_t y_stride) {
-  const int pairs = padded_inputs(l.in) / 2;
-  __m512 acc[M][2];
-  tile<M>(x, stride, l.weight + static_cast<size_t>(block) * pairs * 2 * kBlock, pairs, acc);
+inline void put(const Linear& l, int block, __m512 (&acc)[M][2], void* y, size_t y_stride) {
   const int first = output_of(l, block, 0), second = output_of(l, block, 16);
   const __mmask16 m0 = lanes(l.paired ? l.out / 2 - first : l.out - first);
   const __mmask16 m1 = l.paired ? m0 : l.out > second ? lanes(l.out - second) : 0;
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     if (l.bias) {
       acc[m][0] = _mm512_add_ps(acc[m][0], load_bf16(l.bias + first, m0));
@@ -136,6 +134,14 @@ void block_rows(const Linear& l, int block, const float* x, size_t stride, void*
   }
 }
 
+template <int M, To to>
+void block_rows(const Linear& l, int block, const float* x, size_t stride, void* y, size_t y_stride) {
+  const int pairs = padded_inputs(l.in) / 2;
+  __m512 acc[M][2];
+  tile<M>(x, stride, static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * pairs * 2 * kBlock, pairs, acc);
+  put<M, to>(l, block, acc, y, y_stride);
+}
+
 template <To to, int M = kRowTile>
 inline void block_rows_of(int rows, const Linear& l, int block, const float* x, size_t stride, void* y, size_t y_stride) {
   if constexpr (M > 0) {
@@ -146,26 +152,22 @@ inline void block_rows_of(int rows, const Linear& l, int block, const float* x, 
   }
 }
 
-// One task: a block of outputs for all rows, in tiles as equal as can be.
-template <To to>
-inline void gemm_block(const Linear& l, int block, const float* x, size_t stride, int rows, void* y, size_t y_stride) {
+// All rows of a block of outputs in tiles as equal as can be: f(first row, rows, where y's rows begin).
+template <To to, class F>
+inline void in_tiles(int rows, int largest, void* y, size_t y_stride, F&& f) {
   constexpr size_t width = to == To::kBf16 ? sizeof(bf16) : sizeof(float);
-  const int tiles = (rows + kRowTile - 1) / kRowTile;
+  const int tiles = (rows + largest - 1) / largest;
   for (int t = 0, at = 0; t < tiles; ++t) {
     const int n = (rows - at) / (tiles - t);
-    block_rows_of<to>(n, l, block, x + at * stride, stride, static_cast<char*>(y) + at * y_stride * width, y_stride);
+    f(at, n, static_cast<char*>(y) + at * y_stride * width);
     at += n;
   }
 }
 
-// A whole product, shared by the team.
 template <To to>
-inline void gemm(Pool& pool, const Linear& l, const float* x, size_t stride, int rows, void* y, size_t y_stride) {
-  // several blocks in a row, so that what is fetched ahead is what the same thread reads next
-  const int blocks = blocks_of(l), run = std::clamp(blocks / (4 * pool.size()), 1, 16);
-  pool.phase((blocks + run - 1) / run, [&](int task) {
-    for (int block = task * run; block < std::min((task + 1) * run, blocks); ++block)
-      gemm_block<to>(l, block, x, stride, rows, y, y_stride);
+inline void gemm_block(const Linear& l, int block, const float* x, size_t stride, int rows, void* y, size_t y_stride) {
+  in_tiles<to>(rows, kRowTile, y, y_stride, [&](int at, int n, void* to_rows) {
+    block_rows_of<to>(n, l, block, x + at * stride, stride, to_rows, y_stride);
   });
 }
 

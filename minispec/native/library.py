@@ -17,6 +17,7 @@ class LinearStruct(ctypes.Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("paired", c_int32),
+        ("bits", c_int32),
     )
 
 
@@ -53,6 +54,7 @@ class ModelStruct(ctypes.Structure):
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("head", LinearStruct),
+        ("exact", c_void_p),
     )
 
 
@@ -110,9 +112,9 @@ class Library:
         self.packed_size = lib.minispec_packed_size
         self.packed_size.argtypes, self.packed_size.restype = [POINTER(LinearStruct)], c_int64
         self.pack = lib.minispec_pack
-        self.pack.argtypes, self.pack.restype = [c_void_p, POINTER(LinearStruct), c_void_p, c_void_p], None
+        self.pack.argtypes, self.pack.restype = [c_void_p, POINTER(LinearStruct), c_void_p, c_void_p, c_void_p], None
         self.unpack = lib.minispec_unpack
-        self.unpack.argtypes, self.unpack.restype = [c_void_p, POINTER(LinearStruct), c_void_p], None
+        self.unpack.argtypes, self.unpack.restype = [c_void_p, POINTER(LinearStruct), c_void_p, c_void_p], None
         self.linear = lib.minispec_linear
         self.linear.argtypes = [
             c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int, c_void_p, c_int64, c_int

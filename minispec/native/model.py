@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minispec.batch import StepBatch
 from minispec.kv_cache import KVCache
+from minispec.model.int8 import GROUP, BlockInt8Linear, Blocks
 from minispec.model.linear import Head, Linear
 from minispec.model.llama import Layer, Llama, Taps
 from minispec.native.library import LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
@@ -29,8 +30,8 @@ def unsupported(model: Llama) -> str | None:
     if config.head_dim % 16:
         return f"it needs heads of a multiple of 16, the model's have {config.head_dim}"
     linears = [linear for layer in model.layers for linear in _linears(layer)]
-    if type(model.head) is not Head or any(type(linear) is not Linear for linear in linears):
-        return "the model's weights are not plain bfloat16"
+    if type(model.head) is not Head or any(type(linear) not in (Linear, BlockInt8Linear) for linear in linears):
+        return "the model's weights are in another layout already"
     return None
 
 
@@ -41,16 +42,15 @@ class Arena:
 
     def __init__(self, model: Llama, team: Team) -> None:
         linears = [(x, x is layer.gate_up) for layer in model.layers for x in _linears(layer)]
-        sizes = [_packed_size(team, x.out_features, x.in_features, paired) for x, paired in linears]
-        sizes.append(_packed_size(team, model.head.vocab_size, model.config.hidden_size, False))
-        block = torch.empty(sum(_aligned(size) for size in sizes) + _HUGE // 2, dtype=torch.bfloat16)
-        skipped = -block.data_ptr() % _HUGE
-        self._block, self._at = block[skipped // 2 :], 0
+        linears.append((model.head.linear, False))
+        sizes = [_packed_size(team, x.out_features, x.in_features, paired, _bits(x)) for x, paired in linears]
+        block = torch.empty(sum(_aligned(size) for size in sizes) + _HUGE, dtype=torch.uint8)
+        self._block, self._at = block[-block.data_ptr() % _HUGE :], 0
         with contextlib.suppress(AttributeError, OSError):  # a wish: systems may lack it, or refuse
             ctypes.CDLL(None).madvise(c_void_p(self._block.data_ptr()), c_size_t(self._block.nbytes), _MADV_HUGEPAGE)
 
     def take(self, size: int) -> Tensor:
-        """The next ``size`` elements, bfloat16."""
+        """The next ``size`` bytes, uint8."""
         begin = self._at
         self._at += _aligned(size)
         return self._block[begin : begin + size]
@@ -66,7 +66,7 @@ class PackedLinear(Linear):
         self,
         team: Team,
         packer: Team,
-        plain: Tensor,
+        plain: Tensor | Blocks,
         bias: Tensor | None = None,
         *,
         paired: bool = False,
@@ -75,19 +75,23 @@ class PackedLinear(Linear):
         """Args:
         team: for later calls.
         packer: lays the weight out, now; no other thread may be calling it.
-        plain: [out, in] bfloat16, contiguous.
+        plain: [out, in] bfloat16, contiguous; or in blocks of 8 bits.
         bias: [out] bfloat16.
         paired: the outputs are gate and up, which the step wants side by side.
         arena: where the packed weight goes; None is memory of its own.
         """
-        self.out_features, self.in_features = plain.shape
+        values, scales = plain if isinstance(plain, Blocks) else (plain, None)
+        self.out_features, self.in_features = values.shape
         self.bias = bias
         self.packed = False
         self._team = team
-        self.struct = LinearStruct(None, _pointer(bias), self.in_features, self.out_features, paired)
-        size = _packed_size(packer, self.out_features, self.in_features, paired)
-        self.weight = torch.empty(size, dtype=torch.bfloat16) if arena is None else arena.take(size)
-        packer.library.pack(packer.handle, byref(self.struct), plain.data_ptr(), self.weight.data_ptr())
+        bits = values.itemsize * 8
+        self.struct = LinearStruct(None, _pointer(bias), self.in_features, self.out_features, paired, bits)
+        size = _packed_size(packer, self.out_features, self.in_features, paired, bits)
+        self.weight = torch.empty(size, dtype=torch.uint8) if arena is None else arena.take(size)
+        packer.library.pack(
+            packer.handle, byref(self.struct), values.data_ptr(), _pointer(scales), self.weight.data_ptr()
+        )
         self.struct.weight = self.weight.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -111,32 +115,45 @@ class PackedLinear(Linear):
             )
         return out.view(*x.shape[:-1], self.out_features)
 
-    def unpacked(self, packer: Team) -> Tensor:
-        """The plain weight, [out, in]."""
-        plain = torch.empty((self.out_features, self.in_features), dtype=torch.bfloat16)
-        packer.library.unpack(packer.handle, byref(self.struct), plain.data_ptr())
-        return plain
+    def unpacked(self, packer: Team) -> Tensor | Blocks:
+        """The plain weight, as it was given."""
+        int8 = self.struct.bits == 8
+        plain = torch.empty((self.out_features, self.in_features), dtype=torch.int8 if int8 else torch.bfloat16)
+        groups = -(-self.in_features // GROUP)
+        scales = torch.empty((self.out_features, groups), dtype=torch.bfloat16) if int8 else None
+        packer.library.unpack(packer.handle, byref(self.struct), plain.data_ptr(), _pointer(scales))
+        return plain if scales is None else Blocks(plain, scales)
 
 
 class PackedHead(Head):
-    """A Head whose logits are the step's float32 sums: no candidate needs computing again."""
+    """A Head whose logits are the step's float32 sums: with 16 bits no candidate needs computing again."""
 
     def __init__(self, team: Team, packer: Team, head: Head, arena: Arena | None = None) -> None:
         self.weight = head.weight
-        self._linear: PackedLinear = PackedLinear(team, packer, head.weight, arena=arena)
+        given = head.linear
+        plain = given.blocks if isinstance(given, BlockInt8Linear) else head.weight
+        self.linear: PackedLinear = PackedLinear(team, packer, plain, arena=arena)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear.apply(x, torch.float32)
+        logits = self.linear.apply(x, torch.float32)
+        return logits if self.exact is None or not len(x) else self._rescored(logits, x)
 
     @property
     def struct(self) -> LinearStruct:
-        return self._linear.struct
+        return self.linear.struct
+
+    @property
+    def exact(self) -> Tensor | None:
+        """[vocab, hidden] bfloat16: what the best candidates are computed again with; None if they are not."""
+        return self.weight if self.struct.bits == 8 else None
 
 
-def dense(linear: Linear, packer: Team) -> Tensor:
+def dense(linear: Linear, packer: Team) -> Tensor | Blocks:
     """A Linear's plain weight, [out, in] contiguous."""
     if isinstance(linear, PackedLinear):
         return linear.unpacked(packer)
+    if isinstance(linear, BlockInt8Linear):
+        return linear.blocks
     weight: Tensor = linear.weight.to_dense() if linear.packed else linear.weight
     return weight.contiguous()
 
@@ -188,6 +205,7 @@ class CompiledForward:
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
             config.head_dim, model.vocab_size, config.sliding_window or 0, config.rms_norm_eps, model.scale,
             self._layers, model.embedding.data_ptr(), model.norm.data_ptr(), model.head.struct,
+            _pointer(model.head.exact),
         )  # fmt: skip
 
     def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
@@ -217,7 +235,8 @@ class CompiledForward:
 
 
 def _plain(linear: Linear, packer: Team) -> Linear:
-    plain = Linear(dense(linear, packer), linear.bias)
+    weight = dense(linear, packer)
+    plain = BlockInt8Linear(weight, linear.bias) if isinstance(weight, Blocks) else Linear(weight, linear.bias)
     plain.rows = linear.rows
     return plain
 
@@ -226,15 +245,19 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
-def _packed_size(team: Team, outputs: int, inputs: int, paired: bool) -> int:
-    """Elements of a packed weight."""
-    size: int = team.library.packed_size(byref(LinearStruct(None, None, inputs, outputs, paired)))
+def _bits(linear: Linear) -> int:
+    return 8 if isinstance(linear, BlockInt8Linear) else 16
+
+
+def _packed_size(team: Team, outputs: int, inputs: int, paired: bool, bits: int) -> int:
+    """Bytes of a packed weight."""
+    size: int = team.library.packed_size(byref(LinearStruct(None, None, inputs, outputs, paired, bits)))
     return size
 
 
 def _aligned(size: int) -> int:
-    """Elements up to the next cache line."""
-    return -(-size // 32) * 32
+    """Bytes up to the next cache line."""
+    return -(-size // 64) * 64
 
 
 def _struct(linear: Linear) -> LinearStruct:

@@ -4,19 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.kernels import quantize_int8
 from minispec.model.linear import (
     RESCORED,
     Head,
-    Int8Linear,
     Linear,
-    Linears,
     Rows,
     by_rows,
-    can_multiply_int8,
     can_pack,
     steady_rows,
 )
+from minispec.model.linears import Linears
 
 CPU = torch.device("cpu")
 
@@ -93,50 +90,3 @@ def test_steady_rows(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     for n in range(1, 70):
         assert torch.equal(linear(x[:n]), whole[:n])
         assert torch.equal(linear(x[n:]), whole[n:])
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 33])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8(rows: int, biased: bool, dtype: torch.dtype) -> None:
-    weight, x = randn(96, 160, dtype=dtype), randn(rows, 160, seed=1, dtype=dtype)
-    bias = randn(96, seed=2, dtype=dtype) if biased else None
-    linear = Int8Linear(weight, bias)
-    out = linear(x)
-    assert out.dtype == dtype and out.shape == (rows, 96)
-    q, scale = quantize_int8(weight)
-    if can_multiply_int8(CPU) and rows:
-        step = x.float().abs().amax(-1, keepdim=True) * (1 / 127)
-        x = ((x.float() / step + 128.5).floor() - 128) * step
-    exact = x.double() @ q.double().T * scale.double()
-    exact = exact if bias is None else exact + bias.double()
-    torch.testing.assert_close(out.double(), exact, rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
-    torch.testing.assert_close(
-        out.double(),
-        F.linear(x.double(), weight.double(), None if bias is None else bias.double()),
-        rtol=0.05,
-        atol=0.5,
-    )
-
-
-def test_int8_of_a_row_of_zeros_and_of_an_outlier() -> None:
-    weight, x = randn(32, 64), randn(5, 64, seed=1)
-    x[2] = 0
-    x[3, 7] = 25_000
-    out = Int8Linear(weight)(x)
-    assert torch.equal(out[2], torch.zeros(32)) or out[2].abs().max() < 1e-6
-    torch.testing.assert_close(out[3], F.linear(x[3], weight), rtol=0.02, atol=800)
-    # who shares the step does not matter: not even the outlier's neighbour
-    assert torch.equal(out[4], Int8Linear(weight)(x[4:])[0])
-
-
-def test_int8_without_8_bit_dot_products_rounds_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minispec.model.linear.can_multiply_int8", lambda device: False)
-    weight, x = randn(32, 64), randn(5, 64, seed=1)
-    q, scale = quantize_int8(weight)
-    torch.testing.assert_close(Int8Linear(weight)(x), x @ (q.float() * scale[:, None]).T)
-
-
-def test_int8_takes_half_the_memory() -> None:
-    linear = Int8Linear(randn(256, 512, dtype=torch.bfloat16))
-    assert linear.weight.numel() * linear.weight.element_size() <= 256 * 512 * 1.1
