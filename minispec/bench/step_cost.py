@@ -21,7 +21,7 @@ import torch
 from minispec import hub
 from minispec.batch import Span, StepBatch
 from minispec.compiled import Compilation
-from minispec.config import COMPILE
+from minispec.config import COMPILE, QUANTIZE
 from minispec.errors import ConfigError
 from minispec.model.llama import Llama
 from minispec.native import build
@@ -43,13 +43,19 @@ SHAPES = (
 @click.command()
 @click.option("--target", required=True, metavar="MODEL")
 @click.option("--compile", "mode", type=click.Choice(COMPILE), default="auto", help="off times eager steps alone.")
+@click.option(
+    "--quantize",
+    type=click.Choice(QUANTIZE),
+    default="none",
+    help="int8 times compiled steps with such weights as well.",
+)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: physical cores]")
 @click.option("--rounds", type=click.IntRange(min=3), default=9, metavar="N", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.")
-def main(target: str, mode: str, threads: int | None, rounds: int, as_json: bool) -> None:
+def main(target: str, mode: str, quantize: str, threads: int | None, rounds: int, as_json: bool) -> None:
     """Print the figures."""
     torch.set_num_threads(threads or torch.get_num_threads())
-    report = measure(hub.resolve(target), compiled=mode == "auto", rounds=rounds)
+    report = measure(hub.resolve(target), compiled=mode == "auto", int8=quantize == "int8", rounds=rounds)
     report = {"target": target, "processor": build.processor()[0], "threads": torch.get_num_threads(), **report}
     if as_json:
         print(json.dumps(report))
@@ -57,7 +63,7 @@ def main(target: str, mode: str, threads: int | None, rounds: int, as_json: bool
     for name, value in report.items():
         if not isinstance(value, dict):
             print(f"{name:24} {value}")
-    for kind in ("eager", "compiled"):
+    for kind in ("eager", "compiled", "int8"):
         if kind in report:
             print(f"\n{kind}: slots x nodes @ context   ms   (times the read of the weights)")
             for shape, ms in report[kind].items():
@@ -65,7 +71,7 @@ def main(target: str, mode: str, threads: int | None, rounds: int, as_json: bool
             print("  ratios:", ", ".join(f"{name} {value}" for name, value in report[f"{kind}_ratios"].items()))
 
 
-def measure(folder: Path, *, compiled: bool, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, *, compiled: bool, int8: bool, rounds: int) -> dict[str, Any]:
     """Figures of a model's folder, in milliseconds.
 
     Raises:
@@ -74,8 +80,9 @@ def measure(folder: Path, *, compiled: bool, rounds: int) -> dict[str, Any]:
     dtype = resolve_dtype("auto", torch.device("cpu"))
     longest = max(slots * -(-(context + nodes) // PAGE) for slots, nodes, context in SHAPES)
 
-    def load() -> ModelRunner:
-        runner = ModelRunner(Llama.load(folder, device="cpu", dtype=dtype), pages=longest, page_size=PAGE)
+    def load(quantize: str = "none") -> ModelRunner:
+        model = Llama.load(folder, device="cpu", dtype=dtype, quantize=quantize)
+        runner = ModelRunner(model, pages=longest, page_size=PAGE)
         (
             runner.kv.k.zero_(),
             runner.kv.v.zero_(),
@@ -83,8 +90,9 @@ def measure(folder: Path, *, compiled: bool, rounds: int) -> dict[str, Any]:
         return runner
 
     runners = {"eager": load()}
-    if compiled:
-        runners["compiled"] = runner = load()
+    wanted = {"compiled": "none"} if compiled else {}
+    for kind, quantize in (wanted | ({"int8": "int8"} if int8 else {})).items():
+        runners[kind] = runner = load(quantize)
         path = build.library_path()
         if build.obstacle() is None and not path.exists():
             build.build(path)
