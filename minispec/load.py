@@ -123,6 +123,7 @@ def load_engine(config: EngineConfig) -> Engine:
             "slots": config.max_slots,
             "context": max_context,
             "kv_tokens": pages * config.page_size,
+            **({"quantize": config.quantize} if config.quantize != "none" else {}),
         },
         default_params=default_params(folder),
     )

@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @cache
-def model(dtype: torch.dtype, window: int | None = None) -> Llama:
+def model(dtype: torch.dtype, window: int | None = None, quantize: str = "none") -> Llama:
     """Random weights; down's inputs are many, where libraries begin to sum otherwise for few rows."""
     config = ModelConfig.from_json(
         {
@@ -55,7 +55,7 @@ def model(dtype: torch.dtype, window: int | None = None) -> Llama:
             **({"sliding_window": window} if window else {}),
         }
     )
-    return Llama.random(config, device="cpu", dtype=dtype, std=0.2, deterministic=True)
+    return Llama.random(config, device="cpu", dtype=dtype, std=0.2, deterministic=True, quantize=quantize)
 
 
 @cache
@@ -103,6 +103,16 @@ def test_chunks_of_any_size(dtype, window, size):
     ]
     logits = torch.cat(got)
     assert torch.equal(logits, expected(dtype, window)[: len(logits)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8(dtype):
+    this = poisoned_runner(model(dtype, quantize="int8"), pages=80, page_size=PAGE)
+    whole = this.forward([chunk(0, 150)])
+    parts = [this.forward([chunk(at, min(at + size, 150))]) for size in (1, 19) for at in range(0, 150, size)]
+    assert torch.equal(torch.cat(parts), torch.cat([whole, whole]))
+    beside = this.forward([chunk(0, 33, seat=1), chunk(100, 150)])
+    assert torch.equal(beside, torch.cat([whole[:33], whole[100:]]))
 
 
 @given(

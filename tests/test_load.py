@@ -17,6 +17,8 @@ from minispec.drafters.draft_model import DraftModelDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.errors import ConfigError, ModelError, RequestError
 from minispec.load import default_params, load_engine, measure_step_cost, model_name, preflight
+from minispec.model.int8 import BlockInt8Linear
+from minispec.model.linear import Linear
 from minispec.model.llama import Llama
 from minispec.request import FinishReason, SamplingParams
 from minispec.runner import ModelRunner
@@ -90,6 +92,20 @@ def test_drafters_by_name(models, draft, kind):
 def test_the_tree_budget(models, tree_budget, draft, most, measured):
     engine = load_engine(config(models["target"], draft, tree_budget=tree_budget))
     assert engine.scheduler.max_tree_tokens == most and (engine.step_cost is not None) is measured
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_is_for_the_target(models, dtype):
+    engine = load_engine(config(models["target"], models["draft"], quantize="int8", dtype=dtype, tree_budget=8))
+    assert engine.description["quantize"] == "int8"
+    target, draft = engine.runner.model, engine.drafter.runners[0].model
+    assert {type(layer.down) for layer in target.layers} == {type(target.head.linear)} == {BlockInt8Linear}
+    assert type(draft.layers[0].down) is type(draft.head.linear) is Linear
+    assert target.embedding.dtype == getattr(torch, dtype)
+    plain = load_engine(config(models["target"], quantize="int8"))
+    if dtype == "float32":
+        expected = generate(plain, [1, 2, 3], max_tokens=30, ignore_eos=True)
+        assert generate(engine, [1, 2, 3], max_tokens=30, ignore_eos=True).tokens == expected.tokens
 
 
 def test_the_draft_may_be_placed(models):
