@@ -39,7 +39,8 @@ class EngineConfig:
             (``minispec.compiled``); ``off`` stays with eager torch.
         max_step_tokens: rows a step may hold, prefill chunks and trees together; None fits the device.
         deterministic: on a CPU, the same bits for a token whoever shares its step, drafted or not.
-        quantize: ``int8`` rounds the target's weights to 8 bits while loading; ``none`` keeps them.
+        quantize: ``int8`` rounds the target's weights to 8 bits while loading (on a CPU the inputs of its products
+            too); ``none`` keeps them.
     """
 
     target: str

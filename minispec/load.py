@@ -28,7 +28,7 @@ from minispec.model.config import ModelConfig
 from minispec.model.llama import Llama
 from minispec.model.loader import check_folder
 from minispec.request import SamplingParams
-from minispec.runner import ModelRunner, kv_bytes_per_position, resolve_device, resolve_dtype
+from minispec.runner import ModelRunner, Phase, kv_bytes_per_position, resolve_device, resolve_dtype
 from minispec.sampling import Noise
 from minispec.tokenizer import Tokenizer
 
@@ -96,6 +96,9 @@ def load_engine(config: EngineConfig) -> Engine:
         compilation = Compilation([runner, *(own for own in drafting if own.device == device)])
         # a request that began eagerly and went on compiled would not be what it is alone
         compilation.start(wait=config.deterministic)
+    eager = device.type == "cpu" and runner.compile_state.phase in (Phase.OFF, Phase.UNSUPPORTED)
+    if config.quantize == "int8" and eager:
+        logger.warning("int8 saves memory and costs time here: without the compiled step every step widens the weights")
     runner.prepare(config.max_slots, taps=drafter.taps)
     for member in drafter.members:
         member.prepare(config.max_slots)

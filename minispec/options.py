@@ -141,7 +141,8 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
             "--quantize",
             type=click.Choice(QUANTIZE),
             default="none",
-            help="int8 rounds the target's weights to 8 bits while loading: half the memory.  [default: none]",
+            help="int8 rounds the target's weights to 8 bits while loading: half the memory, and on a CPU with the "
+            "compiled step 1.4 to 1.9 times the speed; without it they save memory only.  [default: none]",
         ),
         click.option(
             "--deterministic",
