@@ -94,7 +94,11 @@ class Compilation:
     def _background(self, path: Path) -> None:
         with contextlib.suppress(OSError, AttributeError):  # threads of Linux have a priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), build.NICENESS)
+        threads = torch.get_num_threads()  # a thread takes up its number when it first asks
         torch.set_num_threads(1)  # of this thread: what it computes must not take the engine's turns
+        # and of threads that begin later, the engine's perhaps, until another thread says otherwise
+        other = threading.Thread(target=torch.set_num_threads, args=(threads,))
+        other.start(), other.join()
         self._build(path, background=True)
 
     def _build(self, path: Path, *, background: bool) -> None:

@@ -21,6 +21,7 @@ from minispec.model import Llama, ModelConfig
 from minispec.model.int8 import BlockInt8Linear, Blocks, from_blocks, round_rows, to_blocks
 from minispec.model.linear import Linear
 from minispec.model.llama import Taps
+from minispec.model.rope import RopeConfig
 from minispec.native import build
 from minispec.native.library import Library, Team
 from minispec.native.model import CompiledForward, PackedHead, PackedLinear, packed_layer, plain_layer, unsupported
@@ -38,6 +39,7 @@ VARIANTS = {
     "plain": {},
     "biases and qk norm": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
     "window": {"sliding_window": 40},
+    "yarn": {"rope": RopeConfig(type="yarn", factor=4.0, original_max_position=64)},
     "wide heads, one for all": {"head_dim": 80, "num_kv_heads": 1, "hidden_size": 90},
 }
 
@@ -379,6 +381,27 @@ def test_a_bad_file_in_the_cache_is_left_and_removed(
     assert "steps run eagerly" in caplog.text
     assert not cached.exists()
     assert runner.forward([Span.chunk([1, 2], [0], 0, sample_last=True)]).isfinite().all()
+
+
+@needs_machine
+def test_threads_that_begin_later_keep_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    later = threading.Thread(target=lambda: (torch.ones(99999).sum(), seen.append(torch.get_num_threads())))
+    monkeypatch.setattr(build, "build", lambda _: seen.append(torch.get_num_threads()) or fail())
+
+    def fail() -> None:
+        raise build.BuildError("no")
+
+    try:
+        torch.set_num_threads(2)
+        compilation = Compilation([ModelRunner(model(), pages=4, page_size=16)])
+        background = threading.Thread(target=compilation._background, args=(tmp_path / "step.so",))
+        background.start(), background.join()
+        later.start(), later.join()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2]
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
