@@ -55,6 +55,8 @@ class ModelStruct(ctypes.Structure):
         ("norm", c_void_p),
         ("head", LinearStruct),
         ("exact", c_void_p),
+        ("inv_freq", c_void_p),
+        ("rope_scaling", c_float),
     )
 
 
@@ -82,8 +84,6 @@ class StepStruct(ctypes.Structure):
         ("taps", c_int32),
         ("tap_layers", c_void_p),
         ("tapped", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
         ("layer_stride", c_int64),

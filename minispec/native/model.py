@@ -205,7 +205,7 @@ class CompiledForward:
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
             config.head_dim, model.vocab_size, config.sliding_window or 0, config.rms_norm_eps, model.scale,
             self._layers, model.embedding.data_ptr(), model.norm.data_ptr(), model.head.struct,
-            _pointer(model.head.exact),
+            _pointer(model.head.exact), model.rope.inv_freq.data_ptr(), model.rope.attention_scaling,
         )  # fmt: skip
 
     def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
@@ -217,7 +217,6 @@ class CompiledForward:
         wanted = [layer for layer in taps.layers if layer <= depth] if taps is not None else []
         tapped = torch.empty((len(wanted), rows, model.config.hidden_size), dtype=torch.bfloat16)
         logits = torch.empty((samples, model.vocab_size), dtype=torch.float32)
-        cos, sin = model.rope.cos_sin(batch.positions)
         tap_layers = (ctypes.c_int32 * len(wanted))(*wanted)
         step = StepStruct(
             rows, batch.row_start.shape[0] - 1, samples, batch.ancestors.shape[1], batch.page_table.shape[1],
@@ -225,7 +224,7 @@ class CompiledForward:
             batch.sample_rows.data_ptr(), batch.row_start.data_ptr(), batch.num_cached.data_ptr(),
             batch.tree_size.data_ptr(), batch.causal.data_ptr(), batch.ancestors.data_ptr(),
             batch.page_table.data_ptr(), depth, len(wanted), ctypes.addressof(tap_layers), tapped.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1),
+            kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1),
             logits.data_ptr(),
         )  # fmt: skip
         self.team.library.forward(self.team.handle, byref(self._struct), byref(step))

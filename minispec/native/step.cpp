@@ -25,6 +25,8 @@ struct Model {
   const bf16 *embedding, *norm;
   Linear head;
   const bf16* exact;  // [vocab, hidden]: the head as it was, where it has 8 bits; or null
+  const float* inv_freq;  // [head_dim / 2], of RoPE
+  float rope_scaling;     // of its cosines and sines
 };
 
 // Everything of one forward that is not the model.
@@ -33,7 +35,6 @@ struct Step {
   int32_t depth, taps;        // layers to run, hidden states wanted
   const int32_t* tap_layers;  // [taps] ascending
   bf16* tapped;               // [taps, rows, hidden]
-  const float *cos, *sin;     // [rows, head_dim / 2]
   bf16 *k, *v;                // [layers, kv_heads, positions, head_dim]
   int64_t layer_stride, head_stride;  // elements
   float* logits;              // [samples, vocab]
@@ -69,6 +70,7 @@ class Runner {
     attended_.fit(b.rows, m.heads * m.head_dim);
     inner_.fit(b.rows, m.intermediate);
     room_for_rounded(b.rows, std::max({m.hidden, m.heads * m.head_dim, m.intermediate}));
+    angles_.resize(static_cast<size_t>(b.rows) * m.head_dim);
     plan_.build(b, m.heads, m.kv_heads, m.window, pool_.size());
     if (partials_.size() < static_cast<size_t>(plan_.partials) * (m.head_dim + 2))
       partials_.resize(static_cast<size_t>(plan_.partials) * (m.head_dim + 2));
@@ -130,6 +132,13 @@ class Runner {
                 static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
     pool_.phase(b.rows, [&](int r) {
       std::memcpy(stream_.row(r), m.embedding + b.tokens[r] * m.hidden, sizeof(bf16) * m.hidden);
+      // here, as torch's cosine wakes threads of its own from 128 values on, which then spin where this step wants to run
+      float* angles = angles_.data() + static_cast<int64_t>(r) * m.head_dim;
+      for (int i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(b.positions[r]) * m.inv_freq[i];
+        angles[i] = std::cos(angle) * m.rope_scaling;
+        angles[half + i] = std::sin(angle) * m.rope_scaling;
+      }
     });
     for (int i = 0; i <= s.depth; ++i) {
       // the stream after i layers: add what the last one made, show it, norm it for the next
@@ -153,7 +162,8 @@ class Runner {
           if (!value) {
             const bf16* norm = query ? l.q_norm : l.k_norm;
             if (norm) rms_norm(x, norm, m.head_dim, m.eps, x);
-            rotate(x, s.cos + static_cast<int64_t>(r) * half, s.sin + static_cast<int64_t>(r) * half, half, x);
+            const float* angles = angles_.data() + static_cast<int64_t>(r) * m.head_dim;
+            rotate(x, angles, angles + half, half, x);
           }
           if (query) continue;
           const int64_t at = (value ? h - m.heads - m.kv_heads : h - m.heads) * s.head_stride + b.kv_index[r] * m.head_dim;
@@ -188,7 +198,7 @@ class Runner {
   Pool pool_;
   std::vector<Attender> attenders_;
   Plan plan_;
-  std::vector<float> partials_;
+  std::vector<float> partials_, angles_;  // angles: [rows, head_dim], cosines and sines
   Rows<bf16> stream_, added_, qkv_;
   Rows<float> normed_, attended_, inner_, given_;
   std::vector<Group> rounded_;
