@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -81,3 +82,21 @@ def test_folders_that_are_no_heads_are_passed_over(target, tmp_path, monkeypatch
     assert shipped.find(target) is None and shipped.named("a") is None
     folder = ship(tmp_path / "weights", target)
     assert shipped.find(target) == folder and shipped.named("model-eagle3") == folder
+
+
+SHIPPED = [path.parent for path in sorted((Path(__file__).parents[2] / "weights").glob("*-eagle3/config.json"))]
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
+def test_a_shipped_head_is_the_one_described(folder):
+    file = folder / "model.safetensors"
+    assert file.stat().st_size <= 40_000_000
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in (folder.parent / "README.md").read_text()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and len(config[shipped.KEY]["fingerprint"]) == 64
+    tensors = load_file(file)
+    ids = tensors["d2t"] + torch.arange(config["draft_vocab_size"])
+    assert tensors["t2d"].nonzero()[:, 0].equal(ids) and tensors["t2d"].shape == (config["vocab_size"],)
+    assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
+    pyproject = (folder.parents[1] / "pyproject.toml").read_text()
+    assert f"share/minispec/heads/{folder.name}" in pyproject, "an installed package would lack it"
