@@ -11,6 +11,7 @@ RUN useradd --create-home --uid 1000 minispec && mkdir /models && chown minispec
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY minispec ./minispec
+COPY weights ./weights
 # torch is the build with CUDA, which runs on a CPU too; an index of CPU builds makes the image much smaller
 ARG TORCH_INDEX=
 RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '.[pull]'
