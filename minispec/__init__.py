@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# GNU OpenMP, which torch brings, lets its threads spin for some 10 ms after each parallel operation by default: on the very cores
-# that the compiled step or another thread then wants. Read once, when torch is loaded.
+# GNU OpenMP, which torch brings, lets its threads spin for some 10 ms after each parallel operation by default: on the
+# very cores that the compiled step or another thread then wants. Read once, when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 if TYPE_CHECKING:

@@ -98,7 +98,8 @@ class Compilation:
         torch.set_num_threads(1)  # of this thread: what it computes must not take the engine's turns
         # and of threads that begin later, the engine's perhaps, until another thread says otherwise
         other = threading.Thread(target=torch.set_num_threads, args=(threads,))
-        other.start(), other.join()
+        other.start()
+        other.join()
         self._build(path, background=True)
 
     def _build(self, path: Path, *, background: bool) -> None:

@@ -145,6 +145,13 @@ def finite_rows(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
+def drawable(logits: Tensor, finite: Tensor) -> Tensor:
+    """``logits`` with zeros in the rows that are not ``finite``, so that something can be drawn from each."""
+    if not logits.is_cuda and bool(finite.all()):  # a GPU's answer would have to be waited for
+        return logits
+    return logits.where(finite[:, None], 0.0)
+
+
 def without_tokens(samples: Tensor, finite: Tensor) -> Tensor:
     """``samples`` [rows] with NO_TOKEN where the row was not finite."""
     return samples.where(finite, NO_TOKEN)

@@ -27,6 +27,7 @@ from minispec.containment import (
     NotFinite,
     Part,
     Result,
+    drawable,
     finite_rows,
     isolate,
     public_message,
@@ -365,9 +366,7 @@ class Engine:
             # of a row with NaN or infinities argmax takes one of those, so only the logits taken need a look
             return without_tokens(samples, logits.gather(-1, samples[:, None])[:, 0].isfinite())
         finite = finite_rows(logits)
-        if logits.is_cuda or not bool(finite.all()):  # a GPU is not waited for
-            logits = logits.where(finite[:, None], 0.0)
-        return without_tokens(self._sampler(logits, first, decoding), finite)
+        return without_tokens(self._sampler(drawable(logits, finite), first, decoding), finite)
 
     def _advance(self, result: Result) -> TokenEvent | None:
         """Append what a part emits; None if it emits nothing yet."""

@@ -227,7 +227,7 @@ def test_a_cpu_runs_plainly():
 
 @pytest.fixture
 def captured_engines(monkeypatch):
-    """tiny_engine builds captured runners, target and draft, and settles as on a GPU."""
+    """tiny_engine builds captured runners, target and draft, and samples and settles as on a GPU."""
     runners = []
 
     def make(model, *, pages, page_size):
@@ -236,6 +236,7 @@ def captured_engines(monkeypatch):
 
     monkeypatch.setattr(tiny, "ModelRunner", make)
     monkeypatch.setattr(minispec.engine, "settle", settle_on_device)
+    monkeypatch.setattr(minispec.engine, "drawable", lambda logits, finite: logits.where(finite[:, None], 0.0))
     return runners
 
 

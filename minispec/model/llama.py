@@ -93,10 +93,9 @@ class Llama:
         self.device, self.dtype = device, dtype
         self.rope = Rope(config.rope, config.head_dim, device)
         self.scale = config.head_dim**-0.5
-        self.attention = kernels.tree_attention
+        self._deterministic = deterministic
         if deterministic:
             fixed_attention.check(config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads)
-            self.attention = fixed_attention.fixed_attention
         self._widths = [h * config.head_dim for h in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.embedding = take(EMBEDDING)
         linears = Linears(deterministic=deterministic, quantize=quantize)
@@ -202,6 +201,7 @@ class Llama:
             [samples, vocab_size] float32: logits of ``batch.sample_rows``, in that order.
         """
         config, eps, scale = self.config, self.config.rms_norm_eps, self.scale
+        attend = fixed_attention.fixed_attention if self._deterministic else kernels.tree_attention
         rows = batch.tokens.shape[0]
         cos, sin = self.rope.cos_sin(batch.positions)
         x, residual = F.embedding(batch.tokens, self.embedding), None
@@ -215,7 +215,7 @@ class Llama:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = kernels.qk_norm(q, k, layer.q_norm, layer.k_norm, eps)
             q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
-            attended = self.attention(q, k_cache, v_cache, batch, scale)
+            attended = attend(q, k_cache, v_cache, batch, scale)
             y, residual = kernels.rms_norm(layer.o(attended.view(rows, -1)), layer.post_norm, eps, residual)
             x = layer.down(kernels.silu_mul(layer.gate_up(y)))
         if taps is not None and depth in taps.layers:
