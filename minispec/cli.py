@@ -9,6 +9,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from minispec.errors import ConfigError, MinispecError, RequestError
 from minispec.logs import FORMATS as LOG_FORMATS
 from minispec.logs import LEVELS as LOG_LEVELS
 from minispec.logs import configure as configure_logs
-from minispec.options import NumbersList, engine_options, prompts_option, sampling_options
+from minispec.options import THREADS, NumberRange, NumbersList, engine_options, prompts_option, sampling_options
 from minispec.server.reasoning import PARSERS as REASONING_PARSERS
 from minispec.server.tool_parser import PARSERS as TOOL_PARSERS
 from minispec.tree import MAX_NODES
@@ -31,6 +32,7 @@ from minispec.tree import MAX_NODES
 if TYPE_CHECKING:
     from minispec.chat import ChatBackend
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,*]+")
 _INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -116,14 +118,14 @@ def cli() -> None:
 )
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=30.0,
     metavar="SECONDS",
     help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.  [default: 30]",
 )
 @click.option(
     "--step-timeout",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=120.0,
     metavar="SECONDS",
     help="Seconds after which a step counts as stuck: /health turns 503 until it returns. 0 is never.  [default: 120]",
@@ -160,6 +162,13 @@ def serve(
     configure_logs(log_format, log_level)
     if bad := [key for key in api_keys if not key or not key.isascii() or not key.isprintable() or " " in key]:
         raise ConfigError(f"--api-key must be plain ASCII without spaces, and not empty; {len(bad)} given is not")
+    if bad := [origin for origin in cors_origins if not _ORIGIN.fullmatch(origin)]:
+        raise ConfigError(
+            f"--cors-origin must be * or a scheme and a host without a path, like https://example.org or "
+            f"http://localhost:3000, not {bad[0]!r}; browsers send nothing else, so it would never match"
+        )
+    if served_model_name == "":
+        raise ConfigError("--served-model-name is empty; leave it out for the name of the target")
     config = EngineConfig(**settings)
     # What can be wrong is found in the order of what it costs: the port, the model's files, the weights.
     from minispec.server.bind import bind
@@ -418,9 +427,7 @@ def tune_tree(
 
 @cli.command("compile")
 @click.option("--target", metavar="MODEL", help="Also load this model, and check and time the step on it.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per physical core]"
-)
+@click.option("--threads", type=THREADS, metavar="N", help="CPU threads.  [default: one per physical core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line only.  [default: off]")
 def compile_command(target: str | None, threads: int | None, as_json: bool) -> int:
     """Compile the CPU's step now, instead of in the background of the first start on a machine."""
@@ -452,7 +459,7 @@ def compile_command(target: str | None, threads: int | None, as_json: bool) -> i
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     metavar="M",
     help="Time for all of it, loading apart.  [default: 60]",
 )
@@ -482,9 +489,7 @@ def compile_command(target: str | None, threads: int | None, as_json: bool) -> i
 @click.option(
     "--device", type=click.Choice(DEVICES), default="auto", help="auto is cuda if there is a GPU.  [default: auto]"
 )
-@click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads of the model.  [default: all cores]"
-)
+@click.option("--threads", type=THREADS, metavar="N", help="CPU threads of the model.  [default: all cores]")
 def train_draft(threads: int | None, **options: Any) -> int:
     """Train a draft head for a model on text that the model writes itself, and measure it."""
     if options["minutes"] is not None and options["tokens"] is not None:

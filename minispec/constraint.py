@@ -11,7 +11,9 @@ stands between two values is then decided by the grammar alone, and is drafted w
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 from torch import Tensor
 
 from minispec.errors import RequestError
@@ -40,6 +42,8 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 _JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPILED = 64  # grammars kept; one takes some 100 kB
 _MESSAGE = 400  # most characters of the library's own message that are passed on
+_EXCERPT = re.compile(r"\s*\d+ \| ")  # a numbered line of the grammar, which is ours more often than the client's
+_IN_WORDS = {"NoExtensionBias": "no text matches it"}
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,8 @@ class OutputFormat:
             case "regex":
                 return LLMatcher.grammar_from_regex(self.value)
             case "choice":
-                return LLMatcher.grammar_from_lark(
-                    "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.value)
-                )
+                # as one terminal: choices that are rules cost the parser a row of items each, and it has room for 2000
+                return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(lark_string, self.value)))
             case _:
                 return LLMatcher.grammar_from_lark(self.value)
 
@@ -157,7 +160,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[OutputFormat, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[OutputFormat, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def constraint(self, output_format: OutputFormat, *, ignore_eos: bool = False) -> Constraint:
@@ -172,13 +175,29 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
-            matcher = self._compiled.get(output_format)
-            if matcher is None:
-                matcher = self._compiled[output_format] = _compile(self._vocabulary.library, output_format)
+            start = self._compiled.get(output_format)
+            if start is None or start.spoilt:
+                start = _Compiled(_compile(self._vocabulary, output_format))
+                self._compiled[output_format] = start
             self._compiled.move_to_end(output_format)
             while len(self._compiled) > _COMPILED:
                 self._compiled.popitem(last=False)
-            return GrammarConstraint(matcher, self._vocabulary, ignore_eos=ignore_eos)
+            return GrammarConstraint(start, self._vocabulary, ignore_eos=ignore_eos)
+
+
+@dataclass
+class _Compiled:
+    """A grammar at the beginning of a text, to be copied.
+
+    Copies share one lexer, which grows with what it meets. Once that is too much for it, it fails for all of them, so
+    the next request compiles the grammar anew.
+
+    Attributes:
+        spoilt: a copy has met with a limit.
+    """
+
+    matcher: LLMatcher
+    spoilt: bool = False
 
 
 class GrammarConstraint:
@@ -190,11 +209,11 @@ class GrammarConstraint:
         ignore_eos: the text ends only where it must.
     """
 
-    def __init__(self, start: LLMatcher, vocabulary: Vocabulary, *, ignore_eos: bool = False) -> None:
+    def __init__(self, start: _Compiled, vocabulary: Vocabulary, *, ignore_eos: bool = False) -> None:
         self.done = False
         self.error: str | None = None
         self._start = start
-        self._matcher = start.deep_copy()
+        self._matcher = start.matcher.deep_copy()
         self._vocabulary = vocabulary
         self._ignore_eos = ignore_eos
         self._text: list[int] = []
@@ -208,7 +227,7 @@ class GrammarConstraint:
             self._matcher.unsafe_compute_mask_ptr(rows.data_ptr() + node * size, size)
             if self._matcher.is_error():  # what was written then says that the text may end
                 rows[node] = 0
-                self._too_complex = self._matcher.get_error()
+                self._note_error()
         return vocabulary.masks(rows, may_end=not self._ignore_eos)
 
     def accept(self, token: int) -> bool:
@@ -251,19 +270,36 @@ class GrammarConstraint:
         above = len(path) - length
         del path[length:]
         if self._matcher.is_error():  # something was too complex, and it never leaves that state
-            self._matcher = self._start.deep_copy()
+            self._matcher = self._start.matcher.deep_copy()
             self._matcher.try_consume_tokens(self._text + [tree.tokens[node] for node in path[1:]])
         elif above > 0:
             self._matcher.rollback(above)
 
     def _consume(self, token: int) -> bool:
-        return self._vocabulary.is_text(token) and self._matcher.try_consume_tokens([token]) == 1
+        if not self._vocabulary.is_text(token):
+            return False
+        done = self._matcher.try_consume_tokens([token]) == 1
+        self._note_error()
+        return done
+
+    def _note_error(self) -> None:
+        if self._matcher.is_error():
+            self._too_complex = self._too_complex or self._matcher.get_error()
+            self._start.spoilt = True
 
     def _refuse(self) -> bool:
-        message = self._matcher.get_error() if self._matcher.is_error() else self._too_complex
+        if not self._matcher.is_error():
+            self._matcher.compute_bitmask()  # a lexer that another copy has ruined refuses everything and says why here
+        self._note_error()
+        message = self._too_complex
         reason = f"it became too complex ({_short(message)})" if message else "no token of this model can follow"
-        self.error = f"the output cannot go on as its {PARAM} demands: {reason}; simplify the format"
+        self.error = f"the output cannot go on in the form that the request demands: {reason}; simplify the form"
         return False
+
+
+def lark_string(text: str) -> str:
+    """A text as a literal of a Lark grammar: JSON's, without the one character that may stand in JSON and not there."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _schema(value: Any) -> str:
@@ -277,18 +313,24 @@ def _schema(value: Any) -> str:
         raise RequestError(f"the JSON schema is not JSON: {error}", param=PARAM) from error
 
 
-def _compile(vocabulary: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
+def _compile(vocabulary: Vocabulary, output_format: OutputFormat) -> LLMatcher:
     # one mask may cost some 10 ms; a lexer state takes one or two kB
     limits = LLParserLimits(
         step_lexer_fuel=100_000, max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False
     )
     try:
-        matcher = LLMatcher(vocabulary, output_format.compile(), log_level=0, limits=limits)
+        matcher = LLMatcher(vocabulary.library, output_format.compile(), log_level=0, limits=limits)
     except ValueError as error:
         raise RequestError(f"the {output_format.kind} cannot be used: {_short(str(error))}", param=PARAM) from error
     trial = matcher.deep_copy()
     if not matcher.is_error():
-        trial.compute_bitmask()  # some limits show only here
+        row = torch.frombuffer(bytearray(trial.compute_bitmask()), dtype=torch.int32)
+        leads_on = vocabulary.leads_on(row)
+        # some limits show only here: at the first mask, and on the way that is sure to be gone
+        trial.try_consume_tokens(trial.compute_ff_tokens())
+        if not (leads_on or trial.is_error()):
+            message = f"the {output_format.kind} cannot be used: no text of this model's tokens begins as it demands"
+            raise RequestError(message, param=PARAM)
     if trial.is_error():
         message = f"the {output_format.kind} cannot be used: {_short(trial.get_error())}"
         raise RequestError(message, param=PARAM)
@@ -296,7 +338,9 @@ def _compile(vocabulary: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
 
 
 def _short(message: str) -> str:
-    """The library's message on one line, without the state and traces that it may append."""
+    """The library's message on one line, without the state, traces and lines of the grammar that it may append."""
     for mark in ("<state>", "<backtrace>", "<non-verbose/>"):
         message = message.split(mark)[0]
-    return " ".join(message.split())[:_MESSAGE]
+    lines = itertools.takewhile(lambda line: not _EXCERPT.match(line), message.splitlines())
+    short = " ".join(" ".join(lines).split())
+    return _IN_WORDS.get(short, short if len(short) <= _MESSAGE else short[:_MESSAGE] + "…")

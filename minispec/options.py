@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,20 @@ import click
 from minispec.config import COMPILE, DEVICES, DTYPES, QUANTIZE
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+# Far more threads than any machine has cores end in a crash inside OpenMP instead of an error.
+THREADS = click.IntRange(min=1, max=512)
+
+
+class NumberRange(click.FloatRange):
+    """A range of floating-point numbers that NaN is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("nan is no number", param, ctx)
+        return number
 
 
 class NumbersList(click.ParamType):
@@ -152,7 +167,7 @@ def engine_options(*, target_required: bool = True) -> Callable[[F], F]:
         ),
         click.option(
             "--threads",
-            type=click.IntRange(min=1),
+            type=THREADS,
             metavar="N",
             help="CPU threads of the model.  [default: one per physical core]",
         ),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ROUNDS = 7  # enough to pass BigCrush: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _MASK = 0xFFFFFFFF
+_ALL = 2**31 - 1  # a top-k that keeps any vocabulary; a request's may be too large for a tensor
 
 
 def philox(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -214,7 +215,7 @@ class SamplingBatch:
         temperature, top_k, top_p, min_p, key_tensor = upload(
             [
                 torch.tensor([0.0 if p.greedy else p.temperature for p in params]),
-                torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
+                torch.tensor([min(max(p.top_k, 0), _ALL) for p in params], dtype=torch.int64),
                 torch.tensor([p.top_p for p in params], dtype=torch.float32),
                 torch.tensor([p.min_p for p in params], dtype=torch.float32),
                 torch.tensor(keys, dtype=torch.int64).view(len(keys), 2),

@@ -48,6 +48,11 @@ class Vocabulary:
         """Whether the token adds bytes to a text; ids without logits do not."""
         return 0 <= token < len(self._is_text) and self._is_text[token]
 
+    def leads_on(self, row: Tensor) -> bool:
+        """Whether a mask of llguidance's, [library_words] int32, allows a token of text or the end."""
+        text = row[: len(self._text_words)] & self._text_words
+        return bool(text.any()) or bool(self._may_end(row[None]).any())
+
     def masks(self, rows: Tensor, *, may_end: bool) -> Tensor:
         """llguidance's masks as masks over logits.
 
@@ -59,10 +64,14 @@ class Vocabulary:
             [n, ceil(vocab_size / 32)] int32; a row that would be empty allows every token.
         """
         masks = rows[:, : len(self._text_words)] & self._text_words
-        ends = (rows[:, self._end // _WORD_BITS] >> (self._end % _WORD_BITS)) & 1 == 1
+        ends = self._may_end(rows)
         masks[ends if may_end else ends & _empty(masks)] |= self._eos_words
         masks[_empty(masks)] = self._text_words | self._eos_words
         return masks
+
+    def _may_end(self, rows: Tensor) -> Tensor:
+        """[n] bool: the rows that have the bit of llguidance's end of sequence."""
+        return (rows[:, self._end // _WORD_BITS] >> (self._end % _WORD_BITS)) & 1 == 1
 
 
 class _Spelling:

@@ -108,6 +108,23 @@ def test_unknown_model_and_host(capsys):
     assert status == 2 and "--host" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--threads", "100000"), "1<=x<=512"),
+        (("--drain-timeout", "nan"), "nan"),
+        (("--step-timeout", "nan"), "nan"),
+        (("--cors-origin", "example.org"), "'example.org'"),
+        (("--cors-origin", "https://example.org/"), "without a path"),
+        (("--served-model-name", ""), "--served-model-name is empty"),
+    ],
+)
+def test_options_that_could_not_work_are_refused_at_once(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("minispec.server.bind.bind", lambda *args: pytest.fail("it began to serve"))
+    status, out, err = run(capsys, "serve", "--target", "x", *arguments)
+    assert status == 2 and out == "" and message in err
+
+
 @pytest.mark.parametrize("missing", ["shard", "tensor"])
 def test_incomplete_weights_are_told_before_anything_is_served(capsys, monkeypatch, tmp_path, missing):
     monkeypatch.setattr("minispec.server.run.serve", lambda *args, **named: pytest.fail("it was served"))

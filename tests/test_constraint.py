@@ -47,6 +47,10 @@ FORMATS = {
     "choice": OutputFormat("choice", CHOICES),
     "grammar": OutputFormat("grammar", 'start: item ("," item)*\nitem: "x" | "(" start ")"'),
 }
+RECURSIVE = {
+    "$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}},
+    "$ref": "#/$defs/n",
+}
 PADDING = 37  # rows of logits past the tokenizer's ids
 
 
@@ -252,6 +256,8 @@ def test_drafts_leave_no_trace(rounds: list[tuple[DraftTree, int]], seed: int) -
     """Masks behind each node of a tree are those after its path was accepted, and the committed text stays put."""
     rng, drafted, text = random.Random(seed), constraint("regex"), []
     for tree, steps in rounds:
+        if drafted.done:  # the request has ended
+            break
         pruned = drafted.prune(tree)
         forced = drafted.forced(50)
         rows = sets(drafted.masks(pruned))
@@ -321,6 +327,13 @@ def test_forced_tokens_are_the_only_ones_allowed(kind: str) -> None:
         (("grammar", "start: nothing"), 'unknown name: "nothing"'),
         (("grammar", 'word: "a"'), "no start rule"),
         (("grammar", 'start: "a" <|im_end|>'), "cannot be used"),
+        (("regex", r"[^\x00-\x{10FFFF}]"), "no text matches it"),
+        (("json_schema", {"$ref": "#"}), "no text matches it"),
+        (("grammar", f"start: <[{IM_END}]>"), "no text of this model's tokens"),
+        (("grammar", 'start: "a"{1000000}'), "Too many items"),
+        (("regex", "(a?){3000}a{3000}"), "too many expressions"),
+        (("json_schema", RECURSIVE), "Too many items"),
+        (("json_schema", {"properties": {f"p{i}": {} for i in range(2500)}, "type": "object"}), "max is 2000"),
         (("xml", "a"), "there is no output format 'xml'; there are json_object"),
     ],
 )
@@ -329,6 +342,22 @@ def test_what_cannot_be_used_is_refused_by_name(value: tuple[str, object], messa
         grammars("bytes").constraint(OutputFormat(*value))
     assert message in str(caught.value) and caught.value.param == "response_format" and caught.value.status == 400
     assert "\n" not in str(caught.value)
+
+
+def test_refusals_do_not_quote_the_grammar() -> None:
+    with pytest.raises(RequestError) as caught:
+        grammars("bytes").constraint(OutputFormat("regex", "(a"))
+    assert "start:" not in str(caught.value) and " | " not in str(caught.value)
+
+
+def test_thousands_of_choices_of_any_character() -> None:
+    choices = [*(f"c{i}" for i in range(9000)), "\x7f", "\x00\x85", "\u2028"]
+    for choice in ("c8999", "c7", "\x7f", "\x00\x85", "\u2028"):
+        one = grammars("bytes").constraint(OutputFormat("choice", choices))
+        assert all(one.accept(byte) for byte in choice.encode())
+        assert one.done or one.accept(EOS)
+    other = grammars("bytes").constraint(OutputFormat("choice", choices))
+    assert other.accept(ord("c")) and not other.accept(EOS) and not other.done
 
 
 def test_deep_schemas_are_refused() -> None:
@@ -353,6 +382,18 @@ def test_property_order_of_the_schema_is_that_of_the_text() -> None:
     assert bytes(one.forced(100)) == b'{"z": 1, "a": 2}'
 
 
+def test_a_grammar_that_became_too_complex_is_made_anew_for_the_next_request() -> None:
+    """Copies of a grammar share a lexer, and one that failed fails for all of them."""
+    wanted = OutputFormat("regex", "[bc]d(a?){3000}a{3000}")
+    for _ in range(2):
+        first = grammars("bytes").constraint(wanted)
+        first.masks(DraftTree.root(0))
+        assert first.accept(ord("b"))
+        first.masks(DraftTree.root(0))
+        assert not first.accept(ord("d")) and first.error is not None and "too complex" in first.error
+        assert grammars("bytes").constraint(wanted).accept(ord("c"))
+
+
 def test_control_tokens_are_never_part_of_a_text() -> None:
     """A grammar may name them; then it leads nowhere, and the request ends rather than says something else."""
     one = grammars("bytes").constraint(OutputFormat("grammar", f'start: "a" <[{IM_END}]>'))
@@ -360,12 +401,13 @@ def test_control_tokens_are_never_part_of_a_text() -> None:
     [row] = one.masks(DraftTree.root(0))
     assert row.any()  # never empty
     assert IM_END not in allowed(one) and not one.accept(ord("b"))
-    assert one.error is not None and "response_format" in one.error and "no token" in one.error
+    assert one.error is not None and "form" in one.error and "no token" in one.error
 
 
 def test_what_becomes_too_complex_ends_with_an_error_and_not_as_if_complete() -> None:
-    one = grammars("bytes").constraint(OutputFormat("regex", "(a?){3000}a{3000}"))
-    tree = DraftTree((0, ord("a"), ord("b")), (-1, 0, 0), (0.0,) * 3)
-    assert one.masks(one.prune(tree)).shape[0] == 1
-    assert not one.accept(ord("a")) and not one.done
+    one = grammars("bytes").constraint(OutputFormat("regex", "[bc]d(a?){3000}a{3000}"))
+    assert one.accept(ord("b"))
+    tree = DraftTree((0, ord("d"), ord("b")), (-1, 0, 0), (0.0,) * 3)
+    assert one.masks(one.prune(tree)).shape[0] == 2
+    assert not one.accept(ord("d")) and not one.done
     assert one.error is not None and "too complex" in one.error and "<" not in one.error

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minispec.bench.against import run_against, spread
-from minispec.bench.client import Endpoint
+from minispec.bench.client import Client, Endpoint
 from minispec.bench.plot import check_plot, draw
 from minispec.bench.profile import Profile
 from minispec.bench.startup import startup
@@ -145,6 +145,9 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> int:
     if options.plot:
         check_plot(options.plot)
     SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
+    for endpoint in options.others:
+        with Client(endpoint):  # a server that does not answer is known before minutes of measuring
+            pass
     report: dict[str, Any] = {}
     console = Console(stderr=True, quiet=options.as_json)
     if options.startup:

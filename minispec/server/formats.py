@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from minispec.constraint import OutputFormat
+from minispec.constraint import OutputFormat, lark_string
 from minispec.errors import RequestError
 
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -103,7 +103,7 @@ def lark_rule(wanted: OutputFormat) -> str:
         case "regex":
             return f"/{_escape_slashes(wanted.value)}/"
         case "choice":
-            return " | ".join(map(json.dumps, wanted.value))
+            return " | ".join(map(lark_string, wanted.value))
     raise RequestError(
         "A grammar describes the whole answer, so it goes neither with tools nor with a model that reasons first; use "
         "regex, choice or json.",

@@ -163,6 +163,8 @@ def _failure_of(event: TokenEvent) -> RequestError:
     if event.finish_reason is FinishReason.ABORT:  # and not by the client, who would not be reading
         return RequestError("The server stopped before this request was done.", code="aborted", status=503)
     message = event.request.error or "The engine failed on this request."
+    if event.request.constraint is not None and event.request.constraint.error is not None:
+        return RequestError(message, code="form_failed")  # what the client asked for leads nowhere: no fault of ours
     return RequestError(message, code="engine_error", status=500)
 
 

@@ -85,6 +85,10 @@ class ToolUse:
                 )
             if name in names[:index]:
                 raise RequestError(f"{where} is {name!r} a second time; names must differ", param=where)
+            kind = (given[index].function.parameters or {}).get("type", "object")
+            if kind != "object":
+                where = f"tools[{index}].function.parameters"
+                raise RequestError(f'{where} must be of "type": "object", not {short(kind)}', param=f"{where}.type")
         self.is_named = isinstance(choice, dict)
         self.choice = _choice(choice) or ("auto" if given else "none")
         if self.is_named and self.choice not in names:
@@ -158,7 +162,9 @@ def with_reasoning(start: str, rules: Sequence[str], reasons: bool, inside: bool
 
 
 def _call_schema(tool: Tool, tool_format: ToolFormat) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object"}
+    # With an id of its own a schema is a document of its own: `#/$defs/…` in it means its definitions, not ours.
+    own = {"$id": f"tool:///{tool.function.name}", "type": "object"}
+    parameters = {**own, **(tool.function.parameters or {})}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, tool_format.arguments: parameters},

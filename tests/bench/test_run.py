@@ -88,6 +88,13 @@ def test_a_server_gets_the_options_that_differ_from_the_defaults(folder):
     ]
 
 
+def test_a_server_that_does_not_answer_is_known_before_anything_is_measured(folder, prompts, monkeypatch):
+    monkeypatch.setattr("minispec.bench.run.load_engine", lambda *args: pytest.fail("it loaded the model"))
+    options = BenchOptions(prompts=prompts, others=[Endpoint("http://127.0.0.1:1")], as_json=True)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"):
+        run_bench(config(folder), options)
+
+
 def test_compares_with_another_server(folder, prompts, capsys):
     theirs = load_engine(config(folder))
     with served(theirs, "theirs") as url:

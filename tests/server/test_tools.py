@@ -179,6 +179,38 @@ def test_a_model_that_would_rather_talk_has_to_call(server, choice, parser):
         assert call["function"]["name"] == "time" and not more
 
 
+def test_definitions_in_the_schema_of_a_tool_are_its_own(server):
+    """As pydantic and zod write them: `#` is the root of the tool's schema, not of the grammar around it."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+    weather = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$defs": {"Unit": {"enum": ["C"]}},
+        "type": "object",
+        "properties": {"unit": {"$ref": "#/$defs/Unit"}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    other = {**weather, "$defs": {"Unit": {"enum": ["F"]}}}
+    tools = [tool("weather", weather), tool("other", other), tool("node", node)]
+    for name, reply, arguments in (
+        ("weather", "I would rather talk.", {"unit": "C"}),
+        ("other", "I would rather talk.", {"unit": "F"}),
+        ("node", call_text("node", {"next": {"next": {}}}), {"next": {"next": {}}}),
+    ):
+        choice = {"type": "function", "function": {"name": name}}
+        fields = {"tools": tools, "tool_choice": choice, "temperature": 0, "max_tokens": 200}
+        [call] = server(reply).chat(**fields).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == arguments
+
+
+@pytest.mark.parametrize("kind", ["string", ["object", "null"], None])
+def test_arguments_are_objects(server, kind):
+    response = server("x").chat(tools=[tool("weather", {"type": kind})])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "tools[0].function.parameters.type"
+    assert json.dumps(kind) in error["message"]
+
+
 def test_strict_arguments_where_a_call_is_free(server):
     reply = "Well: " + call_text("weather", {"unit": "K"})
     loose, strict = server(reply), server(reply)

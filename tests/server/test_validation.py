@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from fake_worker import Script
 from minispec.errors import RequestError
 from minispec.server.schema import parse_chat
 from tokenizers_fixture import BYTE_VOCAB_SIZE
@@ -282,6 +283,7 @@ def test_missing_fields(shared):
         {"n": None, "tools": None, "response_format": None, "logprobs": None, "stop_token_ids": []},
         {"n": 2, "best_of": 2},
         {"response_format": {"type": "text"}},
+        {"top_k": 10**30, "temperature": 1},
         {"frequency_penalty": 2, "presence_penalty": -2, "repetition_penalty": 0.01},
         {"logit_bias": {"5": 100, "6": -100, "0": 0.5}},
         {"min_tokens": 3},
@@ -447,3 +449,14 @@ def test_what_must_be_an_object_is_called_one(field):
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, field: [1]}
     with pytest.raises(RequestError, match=rf"^{field}: input should be an object, \[1\] given$"):
         parse_chat(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_form_that_leads_nowhere_is_no_fault_of_the_server(serve, path):
+    live = serve(Script(reply=lambda prompt: "bd"))
+    base = {"messages": USER} if path == CHAT else {"prompt": "hi"}
+    fields = {**base, "temperature": 0, "structured_outputs": {"regex": "[bc]d(a?){3000}a{3000}"}}
+    error = assert_error(live.post(path, fields), 400, None, "form_failed")
+    assert "too complex" in error["message"] and "response_format" not in error["message"]
+    last = [line for line in live.post(path, {**fields, "stream": True}).text.splitlines() if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == error
