@@ -27,12 +27,14 @@ def context_sweep(engine: Engine, contexts: Sequence[int] = CONTEXTS, rounds: in
 
     Args:
         engine: idle.
-        contexts: tokens in the KV cache when the steps begin; those beyond the engine's room are left out.
+        contexts: tokens in the KV cache when the steps begin; the first one beyond the engine's room is cut to it, the
+            others are left out.
 
     Returns:
-        ``step_ms`` by context (medians), ``growth``: the last to the first, and ``skipped``: contexts without room.
+        ``step_ms`` by context (medians), and ``growth``: the last to the first.
     """
-    lengths = [n for n in contexts if n + _STEPS < engine.room]
+    most = max(engine.room - _STEPS - 1, 1)
+    lengths = list(dict.fromkeys(min(n, most) for n in contexts))
     times: dict[int, list[float]] = {n: [] for n in lengths}
     for seed in range(rounds):
         for n in lengths:
@@ -40,8 +42,7 @@ def context_sweep(engine: Engine, contexts: Sequence[int] = CONTEXTS, rounds: in
     medians = {n: statistics.median(own) for n, own in times.items()}
     return {
         "step_ms": {str(n): round(1e3 * seconds, 2) for n, seconds in medians.items()},
-        "growth": round(medians[lengths[-1]] / medians[lengths[0]], 3) if lengths else None,
-        "skipped": [n for n in contexts if n not in lengths],
+        "growth": round(medians[lengths[-1]] / medians[lengths[0]], 3),
     }
 
 
