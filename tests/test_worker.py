@@ -346,11 +346,15 @@ def test_a_fatal_fault_is_everybodys_answer(caplog):
 def test_a_fault_of_the_scheduler_is_fatal():
     it = Ready(max_slots=1)
 
+    all_are_in = threading.Event()
+
     def broken() -> None:
+        all_are_in.wait(TIMEOUT)
         raise AssertionError("pages are lost")
 
     it.engine.scheduler.plan = broken
     submitted = [it.submit(i, 50) for i in range(3)]
+    all_are_in.set()
     for request, listener in submitted:
         assert listener.reason is FinishReason.ERROR is request.finish_reason
         assert request.error == it.worker.error == "the engine failed: AssertionError: pages are lost"

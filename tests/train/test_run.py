@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -28,6 +29,10 @@ TOKENS = 600
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
+    shrink(monkeypatch)
+
+
+def shrink(monkeypatch) -> None:
     for name, value in {
         "_SHARD": 8,
         "_SLOTS": {"cpu": 8},
@@ -54,9 +59,15 @@ def target(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> Path:
-    """Where the first test leaves its run for the others."""
-    return tmp_path_factory.mktemp("kept") / "run"
+def kept(target, tmp_path_factory) -> Path:
+    """A run to its end, which the tests only read; ``printed`` beside it is what it said."""
+    out = tmp_path_factory.mktemp("kept") / "run"
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(said):
+        shrink(monkeypatch)
+        assert run_train_draft(options(target, out)) == 0
+    out.with_name("printed").write_text(said.getvalue())
+    return out
 
 
 def options(target: Path, out: Path, **more) -> TrainOptions:
@@ -83,9 +94,8 @@ def drafted(target: Path, head: Path) -> int:
     return engine.stats.drafted
 
 
-def test_a_run_leaves_a_head_a_report_and_a_picture(target, kept, capsys):
-    assert run_train_draft(options(target, kept)) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_a_run_leaves_a_head_a_report_and_a_picture(target, kept):
+    report = json.loads(kept.with_name("printed").read_text().splitlines()[-1])
     assert report == json.loads((kept / "report.json").read_text())
     assert report["tokens"] >= TOKENS and report["steps"] >= 16
     assert set(report["acceptance_length"]) == {"chain", "tree 8", "tree 32 + ngram", "ngram"}
