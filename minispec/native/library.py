@@ -7,6 +7,8 @@ import ctypes
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
+from minispec.batch import StepBatch
+
 
 class LinearStruct(ctypes.Structure):
     """A packed weight; see gemm.h."""
@@ -22,7 +24,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """One decoder layer; see step.cpp."""
+    """One decoder layer; see decoder.h."""
 
     _fields_ = (
         ("input_norm", c_void_p),
@@ -37,7 +39,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """A model; see step.cpp."""
+    """A model; see decoder.h."""
 
     _fields_ = (
         ("layers", c_int32),
@@ -60,8 +62,8 @@ class ModelStruct(ctypes.Structure):
     )
 
 
-class StepStruct(ctypes.Structure):
-    """A StepBatch, and what a forward reads and writes besides; see attention.h (Batch) and step.cpp (Step)."""
+class BatchStruct(ctypes.Structure):
+    """A StepBatch; see attention.h."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -80,6 +82,25 @@ class StepStruct(ctypes.Structure):
         ("causal", c_void_p),
         ("ancestors", c_void_p),
         ("page_table", c_void_p),
+    )
+
+    @staticmethod
+    def of(batch: StepBatch) -> BatchStruct:
+        """Pointers into ``batch``, which must outlive them."""
+        return BatchStruct(
+            batch.tokens.shape[0], batch.row_start.shape[0] - 1, batch.sample_rows.shape[0], batch.ancestors.shape[1],
+            batch.page_table.shape[1], batch.page_size, batch.tokens.data_ptr(), batch.positions.data_ptr(),
+            batch.kv_index.data_ptr(), batch.sample_rows.data_ptr(), batch.row_start.data_ptr(),
+            batch.num_cached.data_ptr(), batch.tree_size.data_ptr(), batch.causal.data_ptr(),
+            batch.ancestors.data_ptr(), batch.page_table.data_ptr(),
+        )  # fmt: skip
+
+
+class StepStruct(ctypes.Structure):
+    """A batch, and what a forward reads and writes besides; see decoder.h."""
+
+    _fields_ = (
+        ("batch", BatchStruct),
         ("depth", c_int32),
         ("taps", c_int32),
         ("tap_layers", c_void_p),
@@ -89,6 +110,29 @@ class StepStruct(ctypes.Structure):
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("logits", c_void_p),
+    )
+
+
+class EagleStruct(ctypes.Structure):
+    """A draft head; see eagle.h."""
+
+    _fields_ = (
+        ("model", ModelStruct),
+        ("fc", LinearStruct),
+        ("hidden_norm", c_void_p),
+        ("version", c_int32),
+        ("norm_before_residual", c_int32),
+    )
+
+
+class EagleStepStruct(ctypes.Structure):
+    """A forward of a draft head; see eagle.h."""
+
+    _fields_ = (
+        ("step", StepStruct),
+        ("positions", c_void_p),
+        ("hidden", c_void_p),
+        ("g", c_void_p),
     )
 
 
@@ -122,6 +166,11 @@ class Library:
         self.linear.restype = None
         self.forward = lib.minispec_forward
         self.forward.argtypes, self.forward.restype = [c_void_p, POINTER(ModelStruct), POINTER(StepStruct)], None
+        self.eagle = lib.minispec_eagle
+        self.eagle.argtypes, self.eagle.restype = [c_void_p, POINTER(EagleStruct), POINTER(EagleStepStruct)], None
+        self.best = lib.minispec_best
+        self.best.argtypes = [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+        self.best.restype = None
 
 
 class Team:

@@ -14,7 +14,7 @@ from minispec.kv_cache import KVCache
 from minispec.model.int8 import GROUP, BlockInt8Linear, Blocks
 from minispec.model.linear import Head, Linear
 from minispec.model.llama import Layer, Llama, Taps
-from minispec.native.library import LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
+from minispec.native.library import BatchStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
 
 _HUGE = 2 << 20  # bytes of a huge page
 _MADV_HUGEPAGE = 14
@@ -219,13 +219,8 @@ class CompiledForward:
         logits = torch.empty((samples, model.vocab_size), dtype=torch.float32)
         tap_layers = (ctypes.c_int32 * len(wanted))(*wanted)
         step = StepStruct(
-            rows, batch.row_start.shape[0] - 1, samples, batch.ancestors.shape[1], batch.page_table.shape[1],
-            batch.page_size, batch.tokens.data_ptr(), batch.positions.data_ptr(), batch.kv_index.data_ptr(),
-            batch.sample_rows.data_ptr(), batch.row_start.data_ptr(), batch.num_cached.data_ptr(),
-            batch.tree_size.data_ptr(), batch.causal.data_ptr(), batch.ancestors.data_ptr(),
-            batch.page_table.data_ptr(), depth, len(wanted), ctypes.addressof(tap_layers), tapped.data_ptr(),
-            kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1),
-            logits.data_ptr(),
+            BatchStruct.of(batch), depth, len(wanted), ctypes.addressof(tap_layers), tapped.data_ptr(),
+            kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1), logits.data_ptr(),
         )  # fmt: skip
         self.team.library.forward(self.team.handle, byref(self._struct), byref(step))
         if taps is not None:

@@ -1,0 +1,159 @@
+// Decoder layers over a step's rows, with the working memory they need: what a model and a draft head share.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "gemm8.h"
+
+namespace minispec {
+
+struct Layer {
+  const bf16* input_norm;
+  Linear qkv;
+  const bf16 *q_norm, *k_norm;  // [head_dim], or null
+  Linear o;
+  const bf16* post_norm;
+  Linear gate_up, down;
+};
+
+struct Model {
+  int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, window;
+  float eps, scale;
+  const Layer* layer;
+  const bf16 *embedding, *norm;
+  Linear head;
+  const bf16* exact;  // [vocab, hidden]: the head as it was, where it has 8 bits; or null
+  const float* inv_freq;  // [head_dim / 2], of RoPE
+  float rope_scaling;     // of its cosines and sines
+};
+
+// Everything of one forward that is not the model.
+struct Step {
+  Batch batch;
+  int32_t depth, taps;        // layers to run, hidden states wanted
+  const int32_t* tap_layers;  // [taps] ascending
+  bf16* tapped;               // [taps, rows, hidden]
+  bf16 *k, *v;                // [layers, kv_heads, positions, head_dim]
+  int64_t layer_stride, head_stride;  // elements
+  float* logits;              // [samples, vocab]
+};
+
+// Rows, zero up to a multiple of kPadInputs.
+template <class T>
+struct Rows {
+  std::vector<T> data;
+  size_t stride = 0;
+  int width = 0;
+  void fit(int rows, int new_width) {
+    if (width != new_width) data.clear();
+    width = new_width, stride = padded_inputs(width);
+    if (data.size() < rows * stride) data.resize(rows * stride, 0);
+  }
+  T* row(int64_t i) { return data.data() + i * stride; }
+};
+
+// `fit` is for one thread, before the team runs; the rest is called by all its threads, inside a job.
+class Decoder {
+ public:
+  explicit Decoder(int threads) : pool(threads), attenders_(threads) {}
+
+  Pool pool;
+  Rows<bf16> stream, added;  // the residual stream, and what is to be added to it next
+  Rows<float> normed;
+
+  void fit(const Model& m, const Batch& b) {
+    stream.fit(b.rows, m.hidden);
+    normed.fit(b.rows, m.hidden);
+    added.fit(b.rows, m.hidden);
+    qkv_.fit(b.rows, (m.heads + 2 * m.kv_heads) * m.head_dim);
+    attended_.fit(b.rows, m.heads * m.head_dim);
+    inner_.fit(b.rows, m.intermediate);
+    fit_inputs(b.rows, std::max({m.hidden, m.heads * m.head_dim, m.intermediate}));
+    angles_.resize(static_cast<size_t>(b.rows) * m.head_dim);
+    plan_.build(b, m.heads, m.kv_heads, m.window, pool.size());
+    if (partials_.size() < static_cast<size_t>(plan_.partials) * (m.head_dim + 2))
+      partials_.resize(static_cast<size_t>(plan_.partials) * (m.head_dim + 2));
+  }
+
+  // Room for products of so many inputs.
+  void fit_inputs(int rows, int inputs) {
+    const size_t needed = static_cast<size_t>(rows) * padded_inputs(inputs) / kGroup;
+    if (rounded_.size() < needed) rounded_.resize(needed);
+  }
+
+  // Cosines and sines of a row; one thread of them. Here, as torch's cosine wakes threads of its own from 128 values on,
+  // which then spin where this step wants to run.
+  void rotation(const Model& m, int row, int64_t position) {
+    const int half = m.head_dim / 2;
+    float* angles = angles_.data() + static_cast<int64_t>(row) * m.head_dim;
+    for (int i = 0; i < half; ++i) {
+      const float angle = static_cast<float>(position) * m.inv_freq[i];
+      angles[i] = std::cos(angle) * m.rope_scaling;
+      angles[half + i] = std::sin(angle) * m.rope_scaling;
+    }
+  }
+
+  template <To to>
+  void product(const Linear& l, Rows<float>& x, int rows, void* y, size_t y_stride) {
+    gemm<to>(pool, l, x.row(0), x.stride, rows, rounded_.data(), y, y_stride);
+  }
+
+  // Layer `i` on its normed input `x`: attention goes into the stream, what the MLP makes into `added`.
+  void layer(const Model& m, const Step& s, int i, Rows<float>& x, int thread) {
+    const Batch& b = s.batch;
+    const Layer& l = m.layer[i];
+    const int half = m.head_dim / 2;
+    bf16 *k = s.k + i * s.layer_stride, *v = s.v + i * s.layer_stride;
+    product<To::kBf16>(l.qkv, x, b.rows, qkv_.row(0), qkv_.stride);
+    pool.phase(b.rows, [&](int r) {
+      for (int h = 0; h < m.heads + 2 * m.kv_heads; ++h) {
+        bf16* part = qkv_.row(r) + h * m.head_dim;
+        const bool query = h < m.heads, value = h >= m.heads + m.kv_heads;
+        if (!value) {
+          const bf16* norm = query ? l.q_norm : l.k_norm;
+          if (norm) rms_norm(part, norm, m.head_dim, m.eps, part);
+          const float* angles = angles_.data() + static_cast<int64_t>(r) * m.head_dim;
+          rotate(part, angles, angles + half, half, part);
+        }
+        if (query) continue;
+        const int64_t at = (value ? h - m.heads - m.kv_heads : h - m.heads) * s.head_stride + b.kv_index[r] * m.head_dim;
+        std::memcpy((value ? v : k) + at, part, sizeof(bf16) * m.head_dim);
+      }
+    });
+    const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride, attended_.row(0),
+                      static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
+    pool.phase(static_cast<int>(plan_.tiles.size()), [&](int t) {
+      attenders_[thread].run(a, b, plan_.tiles[t], partials_.data());
+    });
+    if (!plan_.joins.empty())
+      pool.phase(static_cast<int>(plan_.joins.size()), [&](int j) { plan_.join(a, j, partials_.data()); });
+    product<To::kBf16>(l.o, attended_, b.rows, added.row(0), added.stride);
+    pool.phase(b.rows, [&](int r) {
+      add_to(stream.row(r), added.row(r), m.hidden);
+      rms_norm(stream.row(r), l.post_norm, m.hidden, m.eps, normed.row(r));
+    });
+    product<To::kSilu>(l.gate_up, normed, b.rows, inner_.row(0), inner_.stride);
+    product<To::kBf16>(l.down, inner_, b.rows, added.row(0), added.stride);
+  }
+
+  // Logits of the first `samples` rows of `normed`.
+  void logits(const Model& m, const Step& s) {
+    const int samples = s.batch.samples;
+    product<To::kFloat>(m.head, normed, samples, s.logits, m.vocab);
+    if (m.exact)
+      pool.phase(samples, [&](int i) {
+        rescore(s.logits + static_cast<int64_t>(i) * m.vocab, m.vocab, normed.row(i), m.exact, m.hidden);
+      });
+  }
+
+ private:
+  std::vector<Attender> attenders_;
+  Plan plan_;
+  std::vector<float> partials_, angles_;  // angles: [rows, head_dim], cosines and sines
+  Rows<bf16> qkv_;
+  Rows<float> attended_, inner_;
+  std::vector<Group> rounded_;
+};
+
+}  // namespace minispec

@@ -1,0 +1,113 @@
+// The forward of an EAGLE head, one layer of a drafted tree per call; the formulas are in minispec/drafters/eagle_head.py.
+//
+// Beside the head's own layers it is what a model's forward is: rows read the embedding of a token and a hidden state, and
+// the sampled ones give back their own hidden state g, which their children in the tree read.
+#pragma once
+
+#include "decoder.h"
+
+namespace minispec {
+
+struct Eagle {
+  Model model;              // norm may be null, and input_norm of the first layer of version 1
+  Linear fc;                // version 1: to the first layer's input
+  const bf16* hidden_norm;  // version 3
+  int32_t version, norm_before_residual;
+};
+
+struct EagleStep {
+  Step step;                 // its batch's positions are places in the head's cache
+  const int64_t* positions;  // [rows], of the text, for RoPE
+  const bf16* hidden;        // [rows, hidden]
+  bf16* g;                   // [samples, hidden]
+};
+
+// Memory of the head's own, beside the decoder's.
+struct EagleRows {
+  Rows<float> wide;  // [embedding, hidden state]
+  void fit(Decoder& d, const Eagle& e, const Batch& b) {
+    d.fit(e.model, b);
+    d.fit_inputs(b.rows, 2 * e.model.hidden);
+    wide.fit(b.rows, 2 * e.model.hidden);
+  }
+};
+
+// x, or its norm, as float.
+inline void norm_or_widen(const bf16* x, const bf16* weight, int dim, float eps, float* y) {
+  if (weight) return rms_norm(x, weight, dim, eps, y);
+  for (int i = 0; i < dim; i += 16) {
+    const __mmask16 m = lanes(dim - i);
+    _mm512_mask_storeu_ps(y + i, m, load_bf16(x + i, m));
+  }
+}
+
+// By all threads of the team.
+inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const EagleStep& es, int thread) {
+  const Model& m = e.model;
+  const Batch& b = es.step.batch;
+  const bool first = e.version == 1;
+  d.pool.phase(b.rows, [&](int r) {
+    const bf16 *embedded = m.embedding + b.tokens[r] * m.hidden, *hidden = es.hidden + static_cast<int64_t>(r) * m.hidden;
+    norm_or_widen(embedded, first ? nullptr : m.layer[0].input_norm, m.hidden, m.eps, own.wide.row(r));
+    norm_or_widen(hidden, first ? nullptr : e.hidden_norm, m.hidden, m.eps, own.wide.row(r) + m.hidden);
+    if (e.norm_before_residual)
+      rms_norm(hidden, e.hidden_norm, m.hidden, m.eps, d.stream.row(r));
+    else
+      std::memcpy(d.stream.row(r), hidden, sizeof(bf16) * m.hidden);
+    d.rotation(m, r, es.positions[r]);
+  });
+  if (first) {
+    d.product<To::kBf16>(e.fc, own.wide, b.rows, d.stream.row(0), d.stream.stride);
+    d.pool.phase(b.rows, [&](int r) {
+      norm_or_widen(d.stream.row(r), m.layer[0].input_norm, m.hidden, m.eps, d.normed.row(r));
+    });
+  }
+  for (int i = 0; i < m.layers; ++i) {
+    if (i)
+      d.pool.phase(b.rows, [&](int r) {
+        add_to(d.stream.row(r), d.added.row(r), m.hidden);
+        rms_norm(d.stream.row(r), m.layer[i].input_norm, m.hidden, m.eps, d.normed.row(r));
+      });
+    d.layer(m, es.step, i, i == 0 && !first ? own.wide : d.normed, thread);
+  }
+  if (b.samples == 0) return;
+  d.pool.phase(b.samples, [&](int i) {
+    const int64_t r = b.sample_rows[i];
+    add_to(d.stream.row(r), d.added.row(r), m.hidden);
+    std::memcpy(es.g + static_cast<int64_t>(i) * m.hidden, d.stream.row(r), sizeof(bf16) * m.hidden);
+    norm_or_widen(d.stream.row(r), m.norm, m.hidden, m.eps, d.normed.row(i));
+  });
+  d.logits(m, es.step);
+}
+
+// The k best of a row, best first and equal ones in the order of their ids, with their log-probabilities. A row that is
+// not finite has NaN for values; where fewer than k tokens are possible the rest has -inf.
+inline void best_of(const float* logits, int vocab, int k, int64_t* ids, float* values) {
+  __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  int count = 0;
+  float lowest = -INFINITY;  // what a logit must exceed
+  for (int i = 0; i < vocab; i += 16) {
+    const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(vocab - i), logits + i);
+    top = _mm512_max_ps(top, v);
+    for (uint32_t m = _mm512_cmp_ps_mask(v, _mm512_set1_ps(lowest), _CMP_GT_OQ); m; m &= m - 1) {
+      const int id = i + __builtin_ctz(m);
+      if (!(logits[id] > lowest)) continue;
+      int at = std::min(count, k - 1);
+      for (; at > 0 && values[at - 1] < logits[id]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
+      values[at] = logits[id], ids[at] = id;
+      count = std::min(count + 1, k);
+      if (count == k) lowest = values[k - 1];
+    }
+  }
+  const float highest = _mm512_reduce_max_ps(top);
+  for (int i = 0; i < vocab; i += 16) {
+    const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(vocab - i), logits + i);
+    sum = _mm512_add_ps(sum, exp512(_mm512_sub_ps(v, _mm512_set1_ps(highest))));
+  }
+  // NaN and infinity end up in the sum
+  const float total = highest + std::log(_mm512_reduce_add_ps(sum));
+  for (int i = count; i < k; ++i) ids[i] = 0, values[i] = -INFINITY;
+  for (int i = 0; i < k; ++i) values[i] = std::isfinite(total) ? values[i] - total : NAN;
+}
+
+}  // namespace minispec
