@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,13 @@ import torch
 from torch import Tensor
 
 from minispec import hub
-from minispec.batch import Span, StepBatch
+from minispec.compiled_probe import Candidate, candidate_for
+from minispec.drafters.eagle_runner import HeadRunner
 from minispec.errors import ConfigError
-from minispec.kv_cache import KVCache
 from minispec.memory import give_back_memory
-from minispec.model.linear import Head
 from minispec.model.llama import Llama
 from minispec.native import build
 from minispec.native.library import Library, Team
-from minispec.native.model import (
-    Arena,
-    CompiledForward,
-    PackedHead,
-    PackedLinear,
-    packed_layer,
-    plain_layer,
-    unsupported,
-)
 from minispec.runner import CompileState, ModelRunner, Phase, resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -50,29 +40,42 @@ TOLERANCES = {16: (0.1, 0.3), 8: (0.2, 0.5)}
 and 0.26 between eager and compiled. A wrong mask, position or weight makes more than 0.5."""
 
 
+class SlowerError(Exception):
+    """The compiled step is no faster than the eager one; the message has both times."""
+
+    def __init__(self, milliseconds: dict[str, dict[int, float]]) -> None:
+        super().__init__(f"eager {milliseconds['eager']} ms, compiled {milliseconds['compiled']} ms")
+
+
 class Compilation:
-    """Brings the compiled step to runners that share an engine: a target and its draft models.
+    """Brings the compiled step to runners that share an engine: a target, its draft models and heads.
 
     Attributes:
         state: progress.
 
     Args:
-        runners: whose models; the first one decides whether it pays.
+        runners: the target's, which decides whether it is used at all; behind it drafts', each for itself.
         threads: of the step; None is what torch uses.
         cached: the library; None is this machine's.
     """
 
     def __init__(
-        self, runners: Sequence[ModelRunner], *, threads: int | None = None, cached: Path | None = None
+        self,
+        runners: Sequence[ModelRunner | HeadRunner],
+        *,
+        threads: int | None = None,
+        cached: Path | None = None,
     ) -> None:
-        self.state = runners[0].compile_state
-        self._runners = runners
+        target, *self._drafts = runners
+        assert isinstance(target, ModelRunner)
+        self._target = target
+        self.state = target.compile_state
         self._threads = threads or torch.get_num_threads()
         self._path = cached
 
     def start(self, *, wait: bool = False) -> CompileState:
         """Switch at once if the library is cached; else begin in the background and return, or ``wait`` for it."""
-        obstacle = build.obstacle() or unsupported(self._runners[0].model)
+        obstacle = build.obstacle() or candidate_for(self._target).obstacle
         if obstacle:
             self._end(Phase.UNSUPPORTED, obstacle, "INFO")
             return self.state
@@ -118,125 +121,79 @@ class Compilation:
             team = Team(library, self._threads)
             # a team serves one caller at a time: in the background the engine may call its own meanwhile
             packer = Team(library, 1) if background else team
-            for runner in self._runners:
-                if unsupported(runner.model) is None:
-                    self._adopt(runner, team, packer)
+            milliseconds = self._adopt(candidate_for(self._target), team, packer)
+        except SlowerError as slower:
+            self._end(Phase.SLOWER, str(slower), "INFO")
+            return
         except Exception as error:  # whatever it is, the eager step goes on
             path.unlink(missing_ok=True)  # built anew next time
             log.debug("compiled step", exc_info=True)
             self._end(Phase.FAILED, f"{type(error).__name__}: {error}", "WARNING")
             return
+        self.state.eager_ms, self.state.compiled_ms = milliseconds["eager"], milliseconds["compiled"]
+        for draft in self._drafts:
+            self._adopt_draft(candidate_for(draft), team, packer)
         give_back_memory()  # the weights as they were
         self.state.seconds = time.monotonic() - started
-        if self.state.phase is Phase.CHECKING:
-            self.state.phase = Phase.READY
-            log.info(
-                "the compiled step is in use after %.1f s: %s",
-                self.state.seconds,
-                ", ".join(
-                    f"{rows} rows {self.state.compiled_ms[rows]:.1f} ms (eager {eager:.1f})"
-                    for rows, eager in (self.state.eager_ms or {}).items()
-                    if self.state.compiled_ms
-                ),
-            )
+        self.state.phase = Phase.READY
+        log.info("the compiled step is in use after %.1f s: %s", self.state.seconds, _compared(milliseconds))
 
-    def _adopt(self, runner: ModelRunner, team: Team, packer: Team) -> None:
-        """Lay a runner's weights out, check, and switch; undone if the check fails or nothing is gained."""
-        model = runner.model
-        probe = Probe(model)
-        expected, eager = probe.logits(model.forward), probe.seconds(model.forward)
-        before, arena = model.head, Arena(model, packer)
+    def _adopt_draft(self, candidate: Candidate, team: Team, packer: Team) -> None:
+        """What is no target stays eager where it cannot run compiled, and nothing else comes of it."""
+        if (obstacle := candidate.obstacle) is not None:
+            log.info("drafts run eagerly: %s", obstacle)
+            return
         try:
-            for i, layer in enumerate(model.layers):
-                model.layers[i] = packed_layer(team, packer, layer, arena)
-            model.head = PackedHead(team, packer, model.head, arena)
-            got = probe.logits(CompiledForward(packer, model))
-            timed = probe.seconds(CompiledForward(packer, model))
+            log.info("drafts run compiled: %s", _compared(self._adopt(candidate, team, packer)))
+        except SlowerError as slower:
+            log.info("drafts run eagerly: %s", slower)
+        except Exception as error:
+            log.debug("compiled drafts", exc_info=True)
+            log.warning("drafts run eagerly: %s: %s", type(error).__name__, error)
+
+    def _adopt(self, candidate: Candidate, team: Team, packer: Team) -> dict[str, dict[int, float]]:
+        """Lay its weights out, check, and switch; undone if the check fails or nothing is gained.
+
+        Returns:
+            Milliseconds by rows, ``eager`` and ``compiled``.
+
+        Raises:
+            SlowerError: nothing is gained.
+            Exception: whatever went wrong.
+        """
+        probe = candidate.probe()
+        expected, eager = probe.logits(candidate.eager), probe.seconds(candidate.eager)
+        try:
+            candidate.pack(team, packer)
+            got = probe.logits(candidate.compiled(packer))
+            timed = probe.seconds(candidate.compiled(packer))
             deviation = _deviation(torch.cat(got), torch.cat(expected))
             median, worst = deviation.median().item(), deviation.max().item()
-            tolerance, limit = TOLERANCES[model.head.struct.bits]
+            tolerance, limit = TOLERANCES[candidate.bits]
             if not (median <= tolerance and worst <= limit):  # NaN is no agreement either
                 raise ArithmeticError(
                     f"its logits deviate from the eager step's by {median:.3f} (median of the rows) and {worst:.3f} "
                     f"(worst), at most {tolerance} and {limit} are allowed"
                 )
-        except Exception:
-            self._undo(model, before, packer)
-            raise
-        milliseconds = [{n: s * 1e3 for n, s in times.items()} for times in (eager, timed)]
-        if runner is self._runners[0]:
-            self.state.eager_ms, self.state.compiled_ms = milliseconds
+            milliseconds = {
+                way: {n: s * 1e3 for n, s in times.items()} for way, times in (("eager", eager), ("compiled", timed))
+            }
             if any(timed[n] > eager[n] for n in timed):
-                self._undo(model, before, packer)
-                self._end(Phase.SLOWER, f"eager {milliseconds[0]} ms, compiled {milliseconds[1]} ms", "INFO")
-                return
-        runner.use(CompiledForward(team, model))
-
-    @staticmethod
-    def _undo(model: Llama, head: Head, packer: Team) -> None:
-        for i, layer in enumerate(model.layers):
-            if isinstance(layer.qkv, PackedLinear):
-                model.layers[i] = plain_layer(layer, packer)
-        model.head = head
+                raise SlowerError(milliseconds)
+        except Exception:
+            candidate.undo(packer)
+            raise
+        candidate.use(candidate.compiled(team))
+        return milliseconds
 
     def _end(self, phase: Phase, reason: str, level: str) -> None:
         self.state.phase, self.state.reason = phase, reason
         log.log(getattr(logging, level), "steps run eagerly: %s", reason)
 
 
-class Probe:
-    """Steps that go through everything a forward does, on a small cache of their own."""
-
-    _PAGE = 16
-    _SIZES = (1, 16)
-
-    def __init__(self, model: Llama) -> None:
-        config = model.config
-        self._vocab = min(model.vocab_size, config.vocab_size)
-        self._window = config.sliding_window
-        self._kv = KVCache(
-            layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, pages=32,
-            page_size=self._PAGE, dtype=model.dtype, device=model.device,
-        )  # fmt: skip
-        self._pages = [*range(5, 24), *range(5), *range(24, 32)]  # not in order
-
-    def logits(self, forward: Callable[[StepBatch, KVCache], Tensor]) -> list[Tensor]:
-        """Logits of two chunks of text, and of a tree and a single token behind them."""
-        first, second = self._pages[:20], self._pages[20:]
-        batches = [
-            [
-                Span([self._token(i) for i in range(280)], first, 0, range(280), None, (0, 100, 279)),
-                Span([self._token(i + 7) for i in range(21)], second, 0, range(21), None, (3, 20)),
-            ],
-            [self._tree(13, first, 280), Span.chunk([self._token(3)], second, 21, sample_last=True)],
-        ]
-        return [self._run(forward, spans) for spans in batches]
-
-    def seconds(self, forward: Callable[[StepBatch, KVCache], Tensor], rounds: int = 3) -> dict[int, float]:
-        """Rows to the fastest of a few steps behind 280 tokens; ``logits`` comes first."""
-        best = dict.fromkeys(self._SIZES, float("inf"))
-        for _ in range(rounds):
-            for rows in self._SIZES:
-                begin = time.perf_counter()
-                self._run(forward, [self._tree(rows, self._pages[:20], 280)])
-                best[rows] = min(best[rows], time.perf_counter() - begin)
-        return best
-
-    def _run(self, forward: Callable[[StepBatch, KVCache], Tensor], spans: Sequence[Span]) -> Tensor:
-        with torch.inference_mode():
-            return forward(StepBatch.build(spans, self._PAGE, "cpu", self._window), self._kv)
-
-    def _token(self, i: int) -> int:
-        return (i * 7919 + 11) % self._vocab
-
-    def _tree(self, nodes: int, pages: Sequence[int], cached: int) -> Span:
-        """A binary tree."""
-        ancestors, depths = [1], [0]
-        for i in range(1, nodes):
-            parent = (i - 1) // 2
-            ancestors.append(ancestors[parent] | 1 << i)
-            depths.append(depths[parent] + 1)
-        return Span([self._token(i) for i in range(nodes)], pages, cached, depths, ancestors, range(nodes))
+def _compared(milliseconds: dict[str, dict[int, float]]) -> str:
+    eager, compiled = milliseconds["eager"], milliseconds["compiled"]
+    return ", ".join(f"{rows} rows {compiled[rows]:.1f} ms (eager {eager[rows]:.1f})" for rows in eager)
 
 
 def _deviation(got: Tensor, expected: Tensor) -> Tensor:

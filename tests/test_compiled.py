@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import compiled
+from minispec import compiled, compiled_probe
 from minispec.batch import Span, StepBatch
-from minispec.compiled import Compilation, Probe, _deviation
+from minispec.compiled import Compilation, _deviation
+from minispec.compiled_probe import ModelProbe
 from minispec.errors import ConfigError
 from minispec.model import Llama, ModelConfig
 from minispec.model.int8 import BlockInt8Linear, Blocks, from_blocks, round_rows, to_blocks
@@ -26,10 +27,7 @@ from minispec.native import build
 from minispec.native.library import Library, Team
 from minispec.native.model import CompiledForward, PackedHead, PackedLinear, packed_layer, plain_layer, unsupported
 from minispec.runner import ModelRunner, Phase
-
-needs_machine = pytest.mark.skipif(
-    build.obstacle() is not None or build.compiler() is None, reason="this machine cannot compile or run the step"
-)
+from native_library import needs_machine
 
 SHAPE = {
     "vocab_size": 301, "hidden_size": 96, "intermediate_size": 136, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2,
@@ -42,20 +40,6 @@ VARIANTS = {
     "yarn": {"rope": RopeConfig(type="yarn", factor=4.0, original_max_position=64)},
     "wide heads, one for all": {"head_dim": 80, "num_kv_heads": 1, "hidden_size": 90},
 }
-
-
-@pytest.fixture(scope="module")
-def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The step, compiled once for this module as a user's machine would."""
-    path = tmp_path_factory.mktemp("compiled") / "step.so"
-    build.build(path)
-    assert [entry.name for entry in path.parent.iterdir()] == ["step.so"]
-    return path
-
-
-@pytest.fixture
-def team(library_path: Path) -> Team:
-    return Team(Library(library_path), 2)
 
 
 def model(quantize: str = "none", **changes) -> Llama:
@@ -85,7 +69,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_agrees_with_eager(variant: str, quantize: str, team: Team) -> None:
     llama = model(quantize, **VARIANTS[variant])
-    probe = Probe(llama)
+    probe = ModelProbe(llama)
     eager = torch.cat(probe.logits(llama.forward))
     got = torch.cat(probe.logits(compiled_forward(team, llama)))
     deviation = _deviation(got, eager)
@@ -228,11 +212,11 @@ def test_int8_is_adopted_and_goes_back(library_path: Path, tmp_path: Path, monke
     expected = layer.gate_up(x)
     times = iter([{1: 1.0}, {1: 2.0}])
     with monkeypatch.context() as patch:
-        patch.setattr(Probe, "seconds", lambda *_: next(times))
+        patch.setattr(ModelProbe, "seconds", lambda *_: next(times))
         assert Compilation([runner], cached=cached).start().phase is Phase.SLOWER
     assert type(runner.model.layers[0].gate_up) is BlockInt8Linear
     assert torch.equal(runner.model.layers[0].gate_up(x), expected)
-    monkeypatch.setattr(Probe, "seconds", lambda *_: {1: 1.0})
+    monkeypatch.setattr(ModelProbe, "seconds", lambda *_: {1: 1.0})
     assert Compilation([runner], cached=cached).start().phase is Phase.READY
     assert isinstance(runner.model.layers[0].gate_up, PackedLinear)
     assert apart(runner.model.layers[0].gate_up(x), expected) < 0.01
@@ -256,7 +240,9 @@ def test_switches_while_running_and_is_cached(
     monkeypatch.setattr(build, "NICENESS", 0)  # of the background's thread
     (tmp_path / "minispec" / "compiled").mkdir(parents=True)
     monkeypatch.setattr(build, "build", lambda path: shutil.copy(library_path, path))
-    monkeypatch.setattr(Probe, "seconds", lambda *_: {1: 1.0})  # as fast as eager: what is tested here is the switch
+    monkeypatch.setattr(
+        ModelProbe, "seconds", lambda *_: {1: 1.0}
+    )  # as fast as eager: what is tested here is the switch
     llama = model()
     runner = ModelRunner(llama, pages=32, page_size=16)
     span = Span.chunk(range(30), [3, 4], 0, sample_last=True)
@@ -283,7 +269,7 @@ def test_what_is_no_faster_is_not_used(
     library_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     times = iter([{1: 1.0, 16: 2.0}, {1: 0.5, 16: 2.1}])
-    monkeypatch.setattr(Probe, "seconds", lambda *_: next(times))
+    monkeypatch.setattr(ModelProbe, "seconds", lambda *_: next(times))
     cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
     runner = ModelRunner(model(), pages=4, page_size=16)
     with caplog.at_level(logging.INFO, compiled.__name__):
@@ -315,12 +301,12 @@ def test_goes_back_while_running(library_path: Path, tmp_path: Path, monkeypatch
         raise MemoryError
 
     times = iter([{1: 1.0}, {1: 2.0 if why == "slower" else 0.5}])
-    monkeypatch.setattr(Probe, "seconds", lambda *_: next(times))
+    monkeypatch.setattr(ModelProbe, "seconds", lambda *_: next(times))
     monkeypatch.setattr(compiled, "Library", Watched)
     if why == "wrong":
         monkeypatch.setattr(compiled, "_deviation", lambda got, _: torch.full((len(got),), float("nan")))
     if why == "out of memory":
-        monkeypatch.setattr(compiled, "PackedHead", fail)
+        monkeypatch.setattr(compiled_probe, "PackedHead", fail)
     cached = Path(shutil.copy(library_path, tmp_path / "step.so"))
     runner = ModelRunner(model(num_layers=8), pages=32, page_size=16)
     span = Span.chunk(range(30), [3, 4], 0, sample_last=True)
@@ -354,13 +340,13 @@ def test_what_is_wrong_is_not_used(
     right = CompiledForward.__call__
     monkeypatch.setattr(CompiledForward, "__call__", lambda self, batch, kv: right(self, batch, kv).flip(-1))
     runner = ModelRunner(model(), pages=4, page_size=16)
-    eager = Probe(runner.model).logits(runner.model.forward)
+    eager = ModelProbe(runner.model).logits(runner.model.forward)
     state = Compilation([runner], cached=cached).start()
     assert state.phase is Phase.FAILED
     assert "deviate" in state.reason
     assert "deviate" in caplog.text
     assert not cached.exists()
-    for ours, theirs in zip(Probe(runner.model).logits(runner._forward), eager, strict=True):
+    for ours, theirs in zip(ModelProbe(runner.model).logits(runner._forward), eager, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -13,6 +13,7 @@ from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
 
 if TYPE_CHECKING:
+    from minispec.drafters.eagle_runner import HeadRunner
     from minispec.runner import ModelRunner
 
 
@@ -57,8 +58,8 @@ class Drafter(Protocol):
         """Which of the target's hidden states it reads (``minispec.model.llama.Taps.layers``); mostly none."""
 
     @property
-    def runners(self) -> Sequence[ModelRunner]:
-        """Draft models of its own, which may then be compiled like the target."""
+    def runners(self) -> Sequence[ModelRunner | HeadRunner]:
+        """Draft models and heads of its own, which may then be compiled like the target."""
 
     def prepare(self, slots: int) -> None:
         """Do ahead what would delay the first proposals for up to ``slots`` slots. Called once, on each member."""
@@ -100,7 +101,7 @@ class BaseDrafter:
     invalid: int = 0
     depth_limit: int = MAX_NODES
     seconds: float = 0.0
-    runners: Sequence[ModelRunner] = ()
+    runners: Sequence[ModelRunner | HeadRunner] = ()
 
     @property
     def members(self) -> Sequence[Drafter]:

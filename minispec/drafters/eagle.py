@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minispec import kernels
-from minispec.batch import Span, StepBatch
+from minispec.batch import Span
 from minispec.drafters.eagle_head import EagleHead
+from minispec.drafters.eagle_runner import HeadRunner
 from minispec.drafters.grow import CacheState, GrowingDrafter, Growth
-from minispec.kv_cache import KVCache, PagePool
+from minispec.kv_cache import PagePool
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
@@ -77,19 +77,10 @@ class EagleDrafter(GrowingDrafter[_State]):
         children: int = 10,
         chunk: int = 256,
     ) -> None:
-        shape = head.config.layer
-        kv = KVCache(
-            layers=shape.num_layers,
-            kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            pages=pages,
-            page_size=page_size,
-            dtype=head.dtype,
-            device=head.device,
-        )
+        runner = HeadRunner(head, pages=pages, page_size=page_size)
         super().__init__(
             name,
-            kv,
+            runner.kv,
             PagePool(pages, page_size if prefix_cache else None),
             noise,
             depth=depth,
@@ -99,10 +90,11 @@ class EagleDrafter(GrowingDrafter[_State]):
             chunk=chunk,
         )
         self.taps = head.config.taps
+        self.runners = (runner,)
+        self._runner = runner
         self._head = head
-        self._scale = shape.head_dim**-0.5
         # [rows, hidden]: g of the rows sampled in the last forward
-        self._hidden = torch.empty(0, shape.hidden_size, dtype=head.dtype, device=head.device)
+        self._hidden = torch.empty(0, head.config.layer.hidden_size, dtype=head.dtype, device=head.device)
 
     def reusable(self, request: Request, positions: int) -> int:
         """What the head remembers too, if that is nearly all: a few positions of the target are computed again rather
@@ -164,9 +156,8 @@ class EagleDrafter(GrowingDrafter[_State]):
             state.fused = [pending[count:]] if count < len(pending) else []
             start = state.gap + state.num_cached
             tokens = slot.request.tokens[start + 1 : start + 1 + count]
-            span = Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete)
-            spans.append(_moved(span, state.gap))
-        logits = self._forward(spans, torch.cat(hidden))
+            spans.append(Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete))
+        logits = self._forward(spans, [state.gap for state in states], torch.cat(hidden))
         for state, (slot, count, _) in zip(states, reads, strict=True):
             state.num_cached += count
             if not state.gap:
@@ -177,32 +168,21 @@ class EagleDrafter(GrowingDrafter[_State]):
     @torch.inference_mode()
     def _run(self, growths: Sequence[Growth]) -> Tensor:
         rows = [growth.rows[growth.parents[node]] for growth in growths for node in growth.frontier]
-        spans = []
-        for growth in growths:
-            state = self._states[growth.slot]
-            spans.append(growth.span(state.pages, state.num_cached, state.gap))
-        return self._forward(spans, self._hidden[torch.tensor(rows, device=self._hidden.device)])
+        states = [self._states[growth.slot] for growth in growths]
+        spans = [growth.span(state.pages, state.num_cached) for growth, state in zip(growths, states, strict=True)]
+        hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+        return self._forward(spans, [state.gap for state in states], hidden)
 
-    def _forward(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
+    def _forward(self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor) -> Tensor:
         """Run rows on [rows, hidden]; keeps g of the sampled rows and returns their logits."""
-        batch = StepBatch.build(spans, self._kv.page_size, self._head.device)
-        cos, sin = self._head.rope.cos_sin(batch.positions)
+        self._hidden, logits = self._runner.forward(spans, gaps, hidden)
+        return logits
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
-            q = kernels.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, batch)
-            return kernels.tree_attention(q, k_cache, v_cache, batch, self._scale)
-
-        self._hidden = self._head.forward(batch.tokens, hidden, attend)[batch.sample_rows]
-        return self._head.logits(self._hidden)
+    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+        if all(request.params.greedy for request, _ in rows):
+            best, values = self._runner.best(logits, self._children)
+            return self._head.vocabulary.targets(best), values
+        return super()._children_of(rows, logits)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         return self._head.vocabulary.best_children(logits, sampling, self.noise, self._children)
-
-
-def _moved(span: Span, offset: int) -> Span:
-    """The span ``offset`` positions further on, in the same places of the cache."""
-    if not offset:
-        return span
-    depths = [offset + depth for depth in span.depths]
-    return Span(span.tokens, span.pages, span.num_cached, depths, span.ancestors, span.samples, span.first_key)

@@ -225,6 +225,7 @@ class EagleHead(EagleForward):
         device, dtype: the target's; weights are converted.
         vocabulary: which of the target's ids its logits are for.
         rope: of its attention.
+        output: its output layer.
     """
 
     def __init__(self, config: EagleConfig, files: HeadFiles, target: Llama) -> None:
@@ -251,7 +252,7 @@ class EagleHead(EagleForward):
         super().__init__(config, weights, kernels)
         self._target_norm, self._target_eps = target.norm, target.config.rms_norm_eps
         self.vocabulary = DraftVocabulary.read(files, target)
-        self._head = Head(self._head_weight(files, target))
+        self.output = Head(self._head_weight(files, target))
 
     def fuse(self, features: Tensor) -> Tensor:
         """What the head reads of the target.
@@ -270,7 +271,7 @@ class EagleHead(EagleForward):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden], the g of ``forward``, to float32 logits [rows, ``vocabulary.size``]."""
-        return self._head(self.normed(hidden))
+        return self.output(self.normed(hidden))
 
     def _head_weight(self, files: HeadFiles, target: Llama) -> Tensor:
         """[logits, hidden]: the folder's own, else its embedding where the config ties the two, else the target's."""

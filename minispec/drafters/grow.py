@@ -56,12 +56,11 @@ class Growth:
     rows: dict[int, int] = field(default_factory=dict)
     ranks: list[Ranks] = field(default_factory=lambda: [()])
 
-    def span(self, pages: Sequence[int], num_cached: int, offset: int = 0) -> Span:
+    def span(self, pages: Sequence[int], num_cached: int) -> Span:
         """The frontier as rows behind the nodes run before; all are sampled.
 
         Args:
             pages, num_cached: of the drafter's cache; the root is its last cached row.
-            offset: position of the cache's first row.
         """
         first = len(self.keys)
         for key, node in enumerate(self.frontier, first):
@@ -71,7 +70,7 @@ class Growth:
             [self.tokens[node] for node in self.frontier],
             pages,
             num_cached,
-            [offset + self.depths[node] - 1 for node in self.frontier],
+            [self.depths[node] - 1 for node in self.frontier],
             [self.bits[node] for node in self.frontier],
             range(len(self.frontier)),
             first_key=first,
@@ -150,12 +149,9 @@ class RankingDrafter(BaseDrafter):
             rows: request, and position of the children.
             logits: [rows, vocab] float32.
         """
-        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
-        finite = logits.amax(-1, keepdim=True).isfinite()
-        sampling = SamplingBatch.build(rows, device=logits.device)
-        tokens, values = self._best_children(logits.where(finite, 0.0), sampling)
+        tokens, values = self._children_of(rows, logits)
         # side by side, as each fetch waits for the device; ids are exact in float64
-        fetched = torch.cat([tokens.double(), values.where(finite, math.nan).double()], dim=-1).tolist()
+        fetched = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
         ranked = []
         for row in fetched:
             pairs = list(zip(map(int, row[: tokens.shape[1]]), row[tokens.shape[1] :], strict=True))
@@ -165,6 +161,14 @@ class RankingDrafter(BaseDrafter):
             # -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
             ranked.append([(token, min(value, 0.0)) for token, value in pairs if value > -math.inf])
         return ranked
+
+    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, values), both [rows, children], best first; the values of a row that is not finite are NaN."""
+        # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        sampling = SamplingBatch.build(rows, device=logits.device)
+        tokens, values = self._best_children(logits.where(finite, 0.0), sampling)
+        return tokens, values.where(finite, math.nan)
 
     def _count_invalid(self) -> None:
         if not self.invalid:

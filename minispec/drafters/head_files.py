@@ -194,13 +194,17 @@ class DraftVocabulary:
         """Output weights of the target, or its embedding: [the target's ids, hidden], narrowed to the logits wanted."""
         return weight[: self.target_size] if self.ids is None else weight[self.ids]
 
+    def targets(self, indices: Tensor) -> Tensor:
+        """Indices of logits to the target's ids."""
+        return indices if self.ids is None else self.ids[indices]
+
     def best_children(self, logits: Tensor, sampling: SamplingBatch, noise: Noise, k: int) -> tuple[Tensor, Tensor]:
         """``kernels.top_children`` with the target's ids: [rows, ``size``] → (tokens, values), [rows, k] each."""
         if self.ids is None:
             return kernels.top_children(logits, sampling, noise, k)
         if sampling.greedy:
             tokens, values = kernels.top_children(logits, sampling, noise, k)
-            return self.ids[tokens], values
+            return self.targets(tokens), values
         # The noise belongs to the target's ids. Where it is computed inside the kernel it cannot be gathered, so the
         # logits go where it is; what the head cannot say has no weight.
         wide = logits.new_full((len(logits), self.target_size), float("-inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterable
 from ctypes import byref, c_size_t, c_void_p
 
 import torch
@@ -40,9 +41,8 @@ class Arena:
     weight once from end to end, and with 4 KiB pages waits for translations (a tenth of a step on two cores).
     """
 
-    def __init__(self, model: Llama, team: Team) -> None:
-        linears = [(x, x is layer.gate_up) for layer in model.layers for x in _linears(layer)]
-        linears.append((model.head.linear, False))
+    def __init__(self, linears: Iterable[tuple[Linear, bool]], team: Team) -> None:
+        """``linears``: what it is for, and which are gate and up (``PackedLinear.paired``)."""
         sizes = [_packed_size(team, x.out_features, x.in_features, paired, _bits(x)) for x, paired in linears]
         block = torch.empty(sum(_aligned(size) for size in sizes) + _HUGE, dtype=torch.uint8)
         self._block, self._at = block[-block.data_ptr() % _HUGE :], 0
@@ -54,6 +54,12 @@ class Arena:
         begin = self._at
         self._at += _aligned(size)
         return self._block[begin : begin + size]
+
+
+def arena_for(model: Llama, team: Team) -> Arena:
+    """An arena for all weights of a model."""
+    linears = [(linear, linear is layer.gate_up) for layer in model.layers for linear in _linears(layer)]
+    return Arena([*linears, (model.head.linear, False)], team)
 
 
 class PackedLinear(Linear):
@@ -86,11 +92,11 @@ class PackedLinear(Linear):
         self.packed = False
         self._team = team
         bits = values.itemsize * 8
-        self.struct = LinearStruct(None, _pointer(bias), self.in_features, self.out_features, paired, bits)
+        self.struct = LinearStruct(None, pointer(bias), self.in_features, self.out_features, paired, bits)
         size = _packed_size(packer, self.out_features, self.in_features, paired, bits)
         self.weight = torch.empty(size, dtype=torch.uint8) if arena is None else arena.take(size)
         packer.library.pack(
-            packer.handle, byref(self.struct), values.data_ptr(), _pointer(scales), self.weight.data_ptr()
+            packer.handle, byref(self.struct), values.data_ptr(), pointer(scales), self.weight.data_ptr()
         )
         self.struct.weight = self.weight.data_ptr()
 
@@ -121,7 +127,7 @@ class PackedLinear(Linear):
         plain = torch.empty((self.out_features, self.in_features), dtype=torch.int8 if int8 else torch.bfloat16)
         groups = -(-self.in_features // GROUP)
         scales = torch.empty((self.out_features, groups), dtype=torch.bfloat16) if int8 else None
-        packer.library.unpack(packer.handle, byref(self.struct), plain.data_ptr(), _pointer(scales))
+        packer.library.unpack(packer.handle, byref(self.struct), plain.data_ptr(), pointer(scales))
         return plain if scales is None else Blocks(plain, scales)
 
 
@@ -158,13 +164,20 @@ def dense(linear: Linear, packer: Team) -> Tensor | Blocks:
     return weight.contiguous()
 
 
+def packed_linear(
+    team: Team, packer: Team, linear: Linear, *, paired: bool = False, arena: Arena | None = None
+) -> PackedLinear:
+    """``linear`` in the step's layout; arguments as in ``PackedLinear``."""
+    made = PackedLinear(team, packer, dense(linear, packer), linear.bias, paired=paired, arena=arena)
+    made.rows = linear.rows  # for the way back
+    return made
+
+
 def packed_layer(team: Team, packer: Team, layer: Layer, arena: Arena | None = None) -> Layer:
     """``layer`` with its weights in the step's layout."""
 
     def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
-        made = PackedLinear(team, packer, dense(linear, packer), linear.bias, paired=paired, arena=arena)
-        made.rows = linear.rows  # for the way back
-        return made
+        return packed_linear(team, packer, linear, paired=paired, arena=arena)
 
     return Layer(
         input_norm=layer.input_norm,
@@ -197,15 +210,15 @@ class CompiledForward:
         self._layers = (LayerStruct * config.num_layers)()
         for struct, layer in zip(self._layers, model.layers, strict=True):
             struct.input_norm, struct.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
-            struct.q_norm, struct.k_norm = _pointer(layer.q_norm), _pointer(layer.k_norm)
-            struct.qkv, struct.o = _struct(layer.qkv), _struct(layer.o)
-            struct.gate_up, struct.down = _struct(layer.gate_up), _struct(layer.down)
+            struct.q_norm, struct.k_norm = pointer(layer.q_norm), pointer(layer.k_norm)
+            struct.qkv, struct.o = struct_of(layer.qkv), struct_of(layer.o)
+            struct.gate_up, struct.down = struct_of(layer.gate_up), struct_of(layer.down)
         assert isinstance(model.head, PackedHead)
         self._struct = ModelStruct(
             config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads,
             config.head_dim, model.vocab_size, config.sliding_window or 0, config.rms_norm_eps, model.scale,
             self._layers, model.embedding.data_ptr(), model.norm.data_ptr(), model.head.struct,
-            _pointer(model.head.exact), model.rope.inv_freq.data_ptr(), model.rope.attention_scaling,
+            pointer(model.head.exact), model.rope.inv_freq.data_ptr(), model.rope.attention_scaling,
         )  # fmt: skip
 
     def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
@@ -254,10 +267,12 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _struct(linear: Linear) -> LinearStruct:
+def struct_of(linear: Linear) -> LinearStruct:
+    """Of a packed linear layer."""
     assert isinstance(linear, PackedLinear)
     return linear.struct
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor's data lies; None of none."""
     return None if tensor is None else tensor.data_ptr()

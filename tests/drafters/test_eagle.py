@@ -46,9 +46,9 @@ class Watched(EagleDrafter):
         self.rows: list[int] = []
         self.seen: dict[tuple, torch.Tensor] = {}
 
-    def _forward(self, spans, hidden):
+    def _forward(self, spans, gaps, hidden):
         self.rows.append(len(hidden))
-        return super()._forward(spans, hidden)
+        return super()._forward(spans, gaps, hidden)
 
     def _add_children(self, growths, logits):
         row = 0

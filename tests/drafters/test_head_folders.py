@@ -68,7 +68,7 @@ def test_a_tie_is_not_believed_against_the_weights(tmp_path):
     folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
     data = {**EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], "tie_word_embeddings": True}
     head = load_eagle_head(folder, data, 3, tiny_model(0))
-    torch.testing.assert_close(head._head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+    torch.testing.assert_close(head.output.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
 def test_padding_of_the_targets_vocabulary_is_not_drafted(tmp_path):
@@ -78,7 +78,7 @@ def test_padding_of_the_targets_vocabulary_is_not_drafted(tmp_path):
     narrow.vocab_size = 300
     head = load_eagle_head(folder, EAGLE_LAYOUTS[EAGLE3_LAYOUT][0], 3, narrow)
     ids = load_file(folder / "model.safetensors")["d2t"] + torch.arange(DRAFT_VOCAB)
-    assert head.vocabulary.size == int((ids < 300).sum()) == head._head.vocab_size < DRAFT_VOCAB
+    assert head.vocabulary.size == int((ids < 300).sum()) == head.output.vocab_size < DRAFT_VOCAB
 
 
 def changed(folder, change, name: str = "model.safetensors") -> None:

@@ -1,0 +1,112 @@
+"""HeadRunner: an EAGLE head with its cache, and what computes its forwards, which may change while it is in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minispec import kernels
+from minispec.batch import Span, StepBatch
+from minispec.drafters.eagle_head import EagleHead
+from minispec.kv_cache import KVCache
+
+
+class HeadForward(Protocol):
+    """One way to compute a head's forwards."""
+
+    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Run the rows of ``batch`` and write their KV.
+
+        Args:
+            batch: tokens one position further than ``hidden``; its positions are places in the cache.
+            positions: [rows] int64, of the text: where the head remembers less than all of it, further on than the
+                batch's.
+            hidden: [rows, hidden]: ``EagleHead.fuse``'s h, or the g of an earlier forward.
+            kv: the head's cache.
+
+        Returns:
+            g [samples, hidden] and float32 logits [samples, ``vocabulary.size``] of the sampled rows.
+        """
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest of each row, [rows, k] each: (indices int64, log-probabilities float32), best first. A row
+        that is not finite has NaN for values; k is at most the row's length."""
+
+
+class EagerHead:
+    """Forwards in torch."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self._head = head
+        self._scale = head.config.layer.head_dim**-0.5
+
+    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+        cos, sin = self._head.rope.cos_sin(positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = kernels.rope_kv_write(q, k, v, cos, sin, kv.k[layer], kv.v[layer], batch)
+            return kernels.tree_attention(q, kv.k[layer], kv.v[layer], batch, self._scale)
+
+        g = self._head.forward(batch.tokens, hidden, attend)[batch.sample_rows]
+        return g, self._head.logits(g)
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        # what a row without numbers gives is undefined, so it is kept from the kernel
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        tokens, values = kernels.top_logprobs(logits.where(finite, 0.0), k)
+        return tokens, values.where(finite, math.nan)
+
+
+class HeadRunner:
+    """Runs rows of one head.
+
+    Attributes:
+        head: the weights.
+        kv: its cache, one layer per decoder layer of the head.
+        device: where it runs.
+    """
+
+    def __init__(self, head: EagleHead, *, pages: int, page_size: int) -> None:
+        shape = head.config.layer
+        self.head = head
+        self.device = head.device
+        self.kv = KVCache(
+            layers=shape.num_layers,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            pages=pages,
+            page_size=page_size,
+            dtype=head.dtype,
+            device=head.device,
+        )
+        self._forward: HeadForward = EagerHead(head)
+
+    def use(self, forward: HeadForward) -> None:
+        """Compute with ``forward`` from the next call on. May be called from any thread."""
+        self._forward = forward
+
+    def forward(self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the rows of ``spans`` in one pass and write their KV.
+
+        Args:
+            spans: the rows, in the places of the cache.
+            gaps: per span, how much further on in the text its positions are.
+            hidden: [rows, hidden].
+
+        Returns:
+            (g, logits) of the sampled rows, as ``HeadForward`` has them.
+        """
+        batch = StepBatch.build(spans, self.kv.page_size, self.device)
+        positions = batch.positions
+        if any(gaps):
+            shifts = [gap for span, gap in zip(spans, gaps, strict=True) for _ in span.tokens]
+            positions = positions + torch.tensor(shifts, device=self.device)
+        return self._forward(batch, positions, hidden, self.kv)
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As ``HeadForward.best``."""
+        return self._forward.best(logits, k)

@@ -1,0 +1,148 @@
+"""An EAGLE head's weights in the compiled step's layout, and its forward."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from minispec.batch import StepBatch
+from minispec.drafters.eagle_head import EagleHead, HeadLayer, HeadWeights
+from minispec.kv_cache import KVCache
+from minispec.model.linear import Head, Linear
+from minispec.native.library import (
+    BatchStruct,
+    EagleStepStruct,
+    EagleStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    StepStruct,
+    Team,
+)
+from minispec.native.model import Arena, PackedLinear, packed_linear, pointer, struct_of
+
+
+def unsupported(head: EagleHead) -> str | None:
+    """Why the compiled step cannot run ``head``; None if it can."""
+    if head.device.type != "cpu":
+        return f"the head runs on {head.device.type}"
+    if head.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, the head in {str(head.dtype).removeprefix('torch.')}"
+    if type(head.output) is not Head:
+        return "the head's weights are in another layout already"
+    if (size := head.config.layer.head_dim) % 16:
+        return f"it needs attention heads of a multiple of 16, the draft head's have {size}"
+    return None
+
+
+class PackedOutput(Head):
+    """A draft head's output layer: logits are the float32 sums, and there is no plain copy of the weight."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self.linear: PackedLinear = linear
+
+    @property
+    def vocab_size(self) -> int:
+        return self.linear.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear.apply(x, torch.float32)
+
+
+def pack(team: Team, packer: Team, head: EagleHead) -> None:
+    """Replace the head's weights by packed ones, which the eager forward reads too.
+
+    Args:
+        team: for later calls.
+        packer: lays the weights out, now; no other thread may be calling it.
+    """
+    weights, output = head.weights, head.output
+    linears = [weights.fc, *(x for layer in weights.layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    gate_ups = [layer.gate_up for layer in weights.layers]
+    arena = Arena([(linear, linear in gate_ups) for linear in (*linears, output.linear)], packer)
+
+    def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
+        return packed_linear(team, packer, linear, paired=paired, arena=arena)
+
+    head.weights = HeadWeights(
+        fc=packed(weights.fc),
+        fc_norm=weights.fc_norm,
+        layers=[
+            HeadLayer(
+                input_norm=layer.input_norm,
+                hidden_norm=layer.hidden_norm,
+                qkv=packed(layer.qkv),
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                o=packed(layer.o),
+                post_norm=layer.post_norm,
+                gate_up=packed(layer.gate_up, paired=True),
+                down=packed(layer.down),
+            )
+            for layer in weights.layers
+        ],
+        norm=weights.norm,
+        embedding=weights.embedding,
+    )
+    head.output = PackedOutput(PackedLinear(team, packer, output.weight.contiguous(), arena=arena))
+
+
+class CompiledHead:
+    """``HeadForward`` in one call, for a head whose weights are packed.
+
+    Attributes:
+        team: the threads that run it.
+    """
+
+    def __init__(self, team: Team, head: EagleHead) -> None:
+        config, shape = head.config, head.config.layer
+        self.team = team
+        self._weights, self._output, self._rope = head.weights, head.output, head.rope  # what the structs point to
+        self._size, self._vocab, self._layers = shape.hidden_size, head.vocabulary.size, shape.num_layers
+        layers = (LayerStruct * shape.num_layers)()
+        for struct, layer in zip(layers, self._weights.layers, strict=True):
+            struct.input_norm, struct.post_norm = pointer(layer.input_norm), pointer(layer.post_norm)
+            struct.q_norm, struct.k_norm = pointer(layer.q_norm), pointer(layer.k_norm)
+            struct.qkv, struct.o = struct_of(layer.qkv), struct_of(layer.o)
+            struct.gate_up, struct.down = struct_of(layer.gate_up), struct_of(layer.down)
+        model = ModelStruct(
+            shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads,
+            shape.head_dim, self._vocab, 0, shape.rms_norm_eps, shape.head_dim**-0.5, layers,
+            pointer(self._weights.embedding), pointer(self._weights.norm), struct_of(self._output.linear), None,
+            pointer(self._rope.inv_freq), self._rope.attention_scaling,
+        )  # fmt: skip
+        first = config.version == 1
+        self._struct = EagleStruct(
+            model,
+            struct_of(self._weights.fc) if first else LinearStruct(),
+            pointer(self._weights.layers[0].hidden_norm),
+            config.version,
+            config.norm_before_residual,
+        )
+
+    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Arguments and result as in ``HeadForward``."""
+        samples = batch.sample_rows.shape[0]
+        g = torch.empty((samples, self._size), dtype=torch.bfloat16)
+        logits = torch.empty((samples, self._vocab), dtype=torch.float32)
+        hidden = hidden.contiguous()
+        step = StepStruct(
+            BatchStruct.of(batch), self._layers, 0, None, None, kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0),
+            kv.k.stride(1), logits.data_ptr(),
+        )  # fmt: skip
+        head_step = EagleStepStruct(step, positions.data_ptr(), hidden.data_ptr(), g.data_ptr())
+        self.team.library.eagle(self.team.handle, byref(self._struct), byref(head_step))
+        return g, logits
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As in ``HeadForward``; equal tokens come in the order of their indices."""
+        logits = logits.contiguous()
+        rows, vocab = logits.shape
+        tokens = torch.empty((rows, k), dtype=torch.int64)
+        values = torch.empty((rows, k), dtype=torch.float32)
+        self.team.library.best(
+            self.team.handle, logits.data_ptr(), rows, vocab, k, tokens.data_ptr(), values.data_ptr()
+        )
+        return tokens, values
