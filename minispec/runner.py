@@ -108,6 +108,11 @@ class ModelRunner:
         self._forward = forward
 
     @property
+    def step(self) -> Forward:
+        """What computes steps, now; other runners of the same model can ``use`` it."""
+        return self._forward
+
+    @property
     def compiled(self) -> bool:
         """Whether steps run compiled, now."""
         return self.compile_state.phase is Phase.READY

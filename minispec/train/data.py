@@ -70,17 +70,20 @@ class Labeller:
     def __call__(self, sample: Sample) -> Example:
         hidden = len(self._norm)
         features, last = sample.features.split([sample.features.shape[1] - hidden, hidden], dim=-1)
-        normed = rms_norm_ref(last.to(self._norm.device).float(), self._norm, self._eps)[0]
+        wanted = sample.wanted  # nobody asks for the others' labels
+        normed = rms_norm_ref(last[wanted].to(self._norm.device).float(), self._norm, self._eps)[0]
         probabilities = F.linear(normed, self._output).softmax(-1)
-        weights, labels = (t.cpu() for t in probabilities.topk(min(LABELS, len(self._output)), dim=-1))
+        size = min(LABELS, len(self._output))
+        weights, labels = torch.zeros(len(last), size), torch.zeros(len(last), size, dtype=torch.int64)
+        weights[wanted], labels[wanted] = (t.cpu() for t in probabilities.topk(size, dim=-1))
         weights = weights * (weights >= LEAST)
-        weights[:, 0] += weights.sum(-1) == 0
+        weights[:, 0] += (weights.sum(-1) == 0) & wanted
         following, classes = sample.tokens[1:], sample.classes[1:]
         return Example(
             tokens=following,
             features=features.contiguous(),
             labels=labels,
-            weights=weights / weights.sum(-1, keepdim=True),
+            weights=weights / weights.sum(-1, keepdim=True).clamp(min=LEAST),
             best=labels[:, 0].masked_fill((self._index[following] < 0) & (classes == ANSWER), -1),
             classes=classes,
             sound=usual(features, self._scale),

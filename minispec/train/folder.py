@@ -25,6 +25,7 @@ class Recipe:
         seed, minutes, tokens, vocabulary: as in ``TrainOptions``.
         prompts: SHA-256 of the prompts file, or None.
         dtype: of the target.
+        compiled: whether its steps were to run compiled.
     """
 
     target: str
@@ -34,11 +35,12 @@ class Recipe:
     vocabulary: int
     prompts: str | None
     dtype: str
+    compiled: bool
 
     @property
     def tag(self) -> str:
         """What a shard depends on."""
-        return json.dumps([self.target, self.seed, self.prompts, self.dtype])
+        return json.dumps([self.target, self.seed, self.prompts, self.dtype, self.compiled])
 
 
 class RunFolder:
@@ -47,7 +49,8 @@ class RunFolder:
     Attributes:
         out: what the user named; the head and the report go there.
         recipe: what was asked for.
-        notes: decided on the way, and kept: ``seconds`` used so far, ``generated`` once all text is there, ``steps``.
+        notes: decided on the way, and kept: ``seconds`` used so far, ``generated`` once all text is there, ``steps``,
+            ``threads``.
     """
 
     def __init__(self, out: Path, recipe: Recipe, notes: dict[str, Any]) -> None:

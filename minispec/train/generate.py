@@ -16,15 +16,14 @@ from torch import Tensor
 from minispec.drafters.base import BaseDrafter
 from minispec.engine import Engine
 from minispec.errors import RequestError
-from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
-from minispec.model.llama import Llama
 from minispec.request import Request, SamplingParams
 from minispec.sampling import Noise
 from minispec.scheduler import Slot
 from minispec.tokenizer import Tokenizer
 from minispec.train.prompts import Opening
 from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Sample
+from minispec.train.target import Target
 
 _PAGE = 16
 _ROWS = 384
@@ -33,6 +32,8 @@ _MAX_PROMPT = 384
 """Longest conversation before its answer, in tokens."""
 ANSWERS = ((0.75, 128), (0.9, 192), (1.0, 256))
 """Cumulative share of answers, and the tokens they are cut at: mostly beginnings, where most requests end."""
+_LEAST = 8
+"""Tokens from which on an answer that is cut off is kept."""
 SAMPLED = 0.45
 """Share of the user turns that are answered a second time, at a temperature of 0.7 or 1; the first time it is 0."""
 
@@ -53,7 +54,7 @@ class Recorder(BaseDrafter):
         self._rows: dict[Request, list[Tensor]] = {}
 
     def rows(self, request: Request) -> Tensor:
-        """[tokens but the last, taps * hidden] bfloat16, of a request that has ended."""
+        """[tokens but the last, taps * hidden] bfloat16, of a request between steps."""
         return torch.cat(self._rows[request])[: len(request.tokens) - 1]
 
     def drop(self, request: Request) -> None:
@@ -131,12 +132,12 @@ class Generator:
     """
 
     def __init__(
-        self, target: Llama, tokenizer: Tokenizer, taps: tuple[int, ...], *, seed: int, slots: int = 128
+        self, target: Target, tokenizer: Tokenizer, taps: tuple[int, ...], *, seed: int, slots: int = 128
     ) -> None:
         longest = _MAX_PROMPT + ANSWERS[-1][1]
-        context = min(longest, target.config.max_position)
+        context = min(longest, target.model.config.max_position)
         pages = slots * -(-context // _PAGE)
-        runner = runner_for(target, pages=pages, page_size=_PAGE, max_context=context)
+        runner = target.runner(pages=pages, page_size=_PAGE, max_context=context)
         self.written = 0
         self._recorder = Recorder(taps)
         self._tokenizer = tokenizer
@@ -146,7 +147,7 @@ class Generator:
             runner,
             PagePool(pages, _PAGE),
             self._recorder,
-            PooledNoise(runner.vocab_size, target.device),
+            PooledNoise(runner.vocab_size, runner.device),
             tokenizer=tokenizer,
             max_slots=slots,
             max_context=context,
@@ -156,7 +157,10 @@ class Generator:
         )
 
     def stream(
-        self, openings: Iterable[tuple[int, Opening]], tick: Callable[[], None] = lambda: None
+        self,
+        openings: Iterable[tuple[int, Opening]],
+        tick: Callable[[], None] = lambda: None,
+        enough: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, list[Sample]]]:
         """Write conversations, always as many at once as there are slots.
 
@@ -166,6 +170,8 @@ class Generator:
         Args:
             openings: numbers of the conversations and how they begin.
             tick: called before every step; may raise.
+            enough: asked before every step; once it is true, what is under way is given as far as it goes, and that is
+                all. Half an answer is as good to learn from as a whole one.
 
         Yields:
             (number, samples), as conversations end: one per answer; none where the opening leaves no room for one.
@@ -180,6 +186,12 @@ class Generator:
                 if not running:
                     return
                 tick()
+                if enough():
+                    for request, conversation in running.items():
+                        if conversation.user is not None and request.num_output >= _LEAST:
+                            conversation.samples.append(self._sample(conversation, request))
+                        yield conversation.index, conversation.samples
+                    return
                 for event in self._engine.step():
                     self.written += len(event.tokens)
                     if event.finish_reason is not None:

@@ -14,11 +14,10 @@ from minispec.drafters.heads import load_head
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.union import UnionDrafter
 from minispec.engine import Engine
-from minispec.graphs import runner_for
 from minispec.kv_cache import PagePool
-from minispec.model.llama import Llama
 from minispec.request import SamplingParams, SpeculationParams
 from minispec.sampling import Noise
+from minispec.train.target import Target
 from minispec.train.trainer import DEPTH, Quality
 
 TREES = (16, 32, 48)
@@ -28,7 +27,9 @@ _SLOTS = 8
 _TOKENS = 64
 
 
-def measure(folder: Path, target: Llama, prompts: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> dict[str, float]:
+def measure(
+    folder: Path, target: Target, prompts: Sequence[Sequence[int]], eos_ids: frozenset[int]
+) -> dict[str, float]:
     """Tokens per verification at temperature 0, bonus included, on the continuations of ``prompts``.
 
     Returns:
@@ -44,11 +45,11 @@ def measure(folder: Path, target: Llama, prompts: Sequence[Sequence[int]], eos_i
     ]:
         longest = max(map(len, prompts)) + _TOKENS + nodes
         pages = _SLOTS * -(-longest // _PAGE)
-        runner = runner_for(target, pages=pages, page_size=_PAGE, max_context=longest)
-        noise = Noise(runner.vocab_size, target.device)
+        runner = target.runner(pages=pages, page_size=_PAGE, max_context=longest)
+        noise = Noise(runner.vocab_size, runner.device)
         members: list[Drafter] = []
         if head:
-            drafter = load_head("head", folder, target, noise, pages=pages, page_size=_PAGE, prefix_cache=False)
+            drafter = load_head("head", folder, target.model, noise, pages=pages, page_size=_PAGE, prefix_cache=False)
             assert drafter is not None
             if name == "chain":
                 drafter.follow(chain)

@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from minispec.bench.run import read_prompts
 from minispec.drafters import shipped
 from minispec.errors import ConfigError, ModelError
 from minispec.load import model_name
-from minispec.model.llama import Llama
-from minispec.runner import resolve_device, resolve_dtype
+from minispec.runner import resolve_device
 from minispec.tokenizer import Tokenizer
 from minispec.train import report as reporting
 from minispec.train.data import Example, Labeller, choose_vocabulary
@@ -38,6 +37,7 @@ from minispec.train.generate import Generator
 from minispec.train.head import TrainableHead, default_taps, write
 from minispec.train.prompts import Opening, opening
 from minispec.train.shards import ANSWER, GIVEN, Sample
+from minispec.train.target import Numerics, Target, numerics
 from minispec.train.trainer import Quality, Settings, Trainer
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,14 @@ log = logging.getLogger(__name__)
 VOCABULARY = 8192
 _SHARD = 64  # conversations in a file
 _SLOTS = {"cpu": 96, "cuda": 384}  # conversations written at once
-_ROWS = {"cpu": 2048, "cuda": 8192}  # tokens of a batch
+_ROWS = {"cpu": 512, "cuda": 4096}  # tokens of a batch
 _GENERATE, _TRAIN = 0.45, 0.88  # shares of the time after which text and training are done
 _EPOCHS = 4
 _MOST_EPOCHS = 12  # however much time there is
 _HELD_OUT, _CHECKED = 16, 32  # every 16th conversation is held out; at most 32 of them are looked at on the way
-_CHECKS = 10  # times that they are
+_CHECKS = 10  # times that they are, at most
+_LOOKING = 0.06  # share of the time for training that goes there
+_TRIAL = 3  # steps that are timed
 _REPORTED = 16  # held-out conversations that the report continues
 _CHECKPOINT_SECONDS = 60.0
 _LEAST = 10_000  # tokens of text below which a warning is due
@@ -107,7 +109,7 @@ def run_train_draft(options: TrainOptions) -> int:
             f"{folder} has no chat template, and a head is trained on conversations; add one to the folder"
         )
     device = resolve_device(options.device)
-    dtype = training_dtype(device)
+    how = numerics(folder, device)
     recipe = Recipe(
         target=shipped.fingerprint(folder),
         seed=options.seed,
@@ -115,14 +117,19 @@ def run_train_draft(options: TrainOptions) -> int:
         tokens=options.tokens,
         vocabulary=options.vocabulary,
         prompts=hashlib.sha256(options.prompts.read_bytes()).hexdigest() if options.prompts else None,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(how.dtype).removeprefix("torch."),
+        compiled=how.compiled,
     )
     run = RunFolder.open(options.out, recipe, resume=options.resume)
     console = Console(stderr=True)
     console.print(f"Loading {options.target} in {recipe.dtype} on {device.type}")
-    target = Llama.load(folder, device=device, dtype=dtype, vocab_size=tokenizer.vocab_size)
+    # sums come in another order with another number of threads
+    if "threads" not in run.notes:
+        run.note(threads=torch.get_num_threads())
+    torch.set_num_threads(run.notes["threads"])
+    target = Target.load(folder, device, how, tokenizer.vocab_size)
     with _interruptible() as stopped:
-        job = _Job(run, target, tokenizer, model_name(options.target), prompts, console, stopped)
+        job = _Job(run, target, how, tokenizer, model_name(options.target), prompts, console, stopped)
         try:
             job.generate()
             job.train()
@@ -133,21 +140,14 @@ def run_train_draft(options: TrainOptions) -> int:
     return 0
 
 
-def training_dtype(device: torch.device) -> torch.dtype:
-    """In which a target writes a hundred conversations at once. On a CPU without AMX float32 multiplies large matrices
-    nearly twice as fast as bfloat16."""
-    if device.type == "cpu" and not torch.cpu.get_capabilities().get("amx_bf16"):
-        return torch.float32
-    return resolve_dtype("auto", device)
-
-
 class _Job:
     """One run, part by part."""
 
     def __init__(
         self,
         run: RunFolder,
-        target: Llama,
+        target: Target,
+        how: Numerics,
         tokenizer: Tokenizer,
         name: str,
         prompts: Sequence[str],
@@ -156,12 +156,14 @@ class _Job:
     ) -> None:
         self._run = run
         self._target = target
+        self._model = target.model
+        self._how = how
         self._tokenizer = tokenizer
         self._name = name
         self._prompts = prompts
         self._console = console
         self._stopped = stopped
-        self._taps = default_taps(target.config.num_layers)
+        self._taps = default_taps(self._model.config.num_layers)
         self._before = float(run.notes["seconds"])
         self._begun = time.monotonic()
         self._checks: list[tuple[int, Quality]] = []
@@ -183,11 +185,8 @@ class _Job:
         run, recipe = self._run, self._run.recipe
         if run.notes.get("generated"):
             return
-        slots = _SLOTS[self._target.device.type]
-        if self._limit is not None:
-            # a run of few minutes has no time for so many that begin together and end together
-            slots = min(slots, max(16, int(recipe.minutes or 0) * 12))
-        generator = Generator(self._target, self._tokenizer, (*self._taps, self._target.config.num_layers),
+        slots = _SLOTS[self._model.device.type]
+        generator = Generator(self._target, self._tokenizer, (*self._taps, self._model.config.num_layers),
                               seed=recipe.seed, slots=slots)  # fmt: skip
         first = len(run.shards) * _SHARD
         kept: dict[int, list[Sample]] = {}
@@ -198,7 +197,7 @@ class _Job:
             total = recipe.tokens or _GENERATE * (self._limit or 0.0)
             task = progress.add_task("", total=total, tokens=before, speed=0.0)
             openings = ((index, self._opening(index)) for index in itertools.count(first))
-            for index, samples in generator.stream(openings, self._check_stopped):
+            for index, samples in generator.stream(openings, self._check_stopped, self._written_enough):
                 kept[index] = samples
                 speed = generator.written / (time.monotonic() - begun)
                 done = before + sum(_written(sample) for some in kept.values() for sample in some)
@@ -208,8 +207,6 @@ class _Job:
                     before, first = run.tokens, first + _SHARD
                     run.note(seconds=self._seconds)
                 if recipe.tokens is not None and before >= recipe.tokens:
-                    break
-                if self._limit is not None and self._seconds > _GENERATE * self._limit:
                     break
         if recipe.tokens is None and (rest := [sample for some in kept.values() for sample in some]):
             run.add(rest)
@@ -224,6 +221,9 @@ class _Job:
         if run.tokens < _LEAST:
             log.warning("%d tokens are hardly any text to learn from; the figures will mean little", run.tokens)
         self._console.print(f"{self._name} wrote {run.tokens:,} tokens in {run.notes['conversations']:,} conversations")
+
+    def _written_enough(self) -> bool:
+        return self._limit is not None and self._seconds > _GENERATE * self._limit
 
     def _opening(self, index: int) -> Opening:
         # a prompt of the file every third time, until each was used
@@ -245,17 +245,12 @@ class _Job:
         learnt = [s for i, group in enumerate(groups) for s in group if i % _HELD_OUT or len(groups) == 1]
         # of those held out, the answers at temperature 0
         self._held_out = [group[0] for group in groups[::_HELD_OUT]]
-        ids = choose_vocabulary(learnt, self._target, recipe.vocabulary)
-        features = torch.cat([s.features for s in learnt[: 4096 // 16]])
-
-        def start() -> TrainableHead:
-            return TrainableHead.start(self._target, ids, self._taps, features, recipe.seed)
-
-        head = start()
-        labeller = Labeller(self._target, ids, head.scale)
+        ids = choose_vocabulary(learnt, self._model, recipe.vocabulary)
+        head = TrainableHead.start(self._model, ids, self._taps, learnt, recipe.seed)
+        labeller = Labeller(self._model, ids, head.scale)
         examples = [labeller(sample) for sample in learnt]
         checked = [labeller(sample) for sample in self._held_out[:_CHECKED]]
-        self._settings = self._decide(start, examples)
+        self._settings = self._decide(head, examples, checked)
         self._trainer = trainer = Trainer(head, examples, self._settings)
         if (state := run.last_checkpoint()) is not None:
             trainer.restore(state)
@@ -267,7 +262,7 @@ class _Job:
         tokens = 0
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("", total=self._settings.steps, tokens=0, loss=0.0, chain="-")
-            every = max(self._settings.steps // _CHECKS, 1)
+            every = max(self._settings.steps // run.notes["checks"], 1)
             while True:
                 if trainer.step % every == 0 or trainer.done:
                     self._look(checked)
@@ -284,29 +279,29 @@ class _Job:
                     saved = time.monotonic()
         self._save()
 
-    def _decide(self, start: Callable[[], TrainableHead], examples: Sequence[Example]) -> Settings:
-        """How many steps; once for all."""
+    def _decide(self, head: TrainableHead, examples: Sequence[Example], checked: Sequence[Example]) -> Settings:
+        """How many steps, and how often to look; once for all."""
         run = self._run
-        device = self._target.device.type
+        device = self._model.device.type
         base: dict[str, Any] = {
             "seed": run.recipe.seed,
             "rows": _ROWS[device],
-            "bfloat16": self._target.dtype == torch.bfloat16,
+            "bfloat16": self._how.autocast,
             # a GPU has the time for the whole softmax
             "negatives": 1024 if device == "cpu" else None,
         }
         if "steps" not in run.notes:
-            # two steps of a head that is thrown away, with all of training-time test
-            trial = Trainer(start(), examples, Settings(steps=2, **base, onset=(0.0,) * len(Settings(1).onset)))
-            trial.advance()
+            trial = Trainer(head, examples, Settings(steps=1, **base))
             begun = time.monotonic()
-            trial.advance()
-            second = time.monotonic() - begun
-            epoch = trial.epoch_batches
-            steps = _EPOCHS * epoch
+            self._checks = [(0, trial.evaluate(checked))]
+            look = time.monotonic() - begun
+            epoch, seconds = price(head, examples, base)
+            steps, checks = _EPOCHS * epoch, _CHECKS
             if self._limit is not None:
-                steps = int((_TRAIN * self._limit - self._seconds) / max(second, 1e-6) / 1.1)
-            run.note(steps=max(min(steps, _MOST_EPOCHS * epoch), 8), epoch=epoch)
+                left = max(_TRAIN * self._limit - self._seconds, 0.0)
+                checks = int(min(max(_LOOKING * left / look, 2), _CHECKS))
+                steps = int((left - checks * look) / seconds)
+            run.note(steps=max(min(steps, _MOST_EPOCHS * epoch), 8), epoch=epoch, checks=checks)
         return Settings(steps=run.notes["steps"], **base)
 
     def _look(self, examples: Sequence[Example]) -> None:
@@ -319,7 +314,7 @@ class _Job:
         run = self._run
         self._trainer.head.save(
             run.out,
-            self._target.config,
+            self._model.config,
             {
                 shipped.KEY: {"name": self._name, "fingerprint": run.recipe.target},
                 "minispec_training": {
@@ -340,7 +335,7 @@ class _Job:
         """Measure the head on held-out text, and write and print what came of it."""
         run, trainer = self._run, self._trainer
         head = trainer.head
-        labeller = Labeller(self._target, head.ids, head.scale)
+        labeller = Labeller(self._model, head.ids, head.scale)
         quality = trainer.evaluate([labeller(sample) for sample in self._held_out])
         prompts = [_prompt(sample) for sample in self._held_out[:_REPORTED]]
         self._console.print(f"Measuring the head on {len(prompts)} held-out conversations")
@@ -368,6 +363,28 @@ class _Job:
         Console().print(reporting.table(data))
         run.note(seconds=self._seconds)
         print(text)
+
+
+def price(head: TrainableHead, examples: Sequence[Example], settings: Mapping[str, Any]) -> tuple[int, float]:
+    """(steps of an epoch, seconds that one takes on average over a run), found by a few that are taken back."""
+    before = {name: parameter.detach().clone() for name, parameter in head.parameters.items()}
+    onset = Settings(1).onset
+    seconds, epoch = [], 0
+    for onsets in (onset[:1], (0.0,) * len(onset)):
+        trial = Trainer(head, examples, Settings(steps=_TRIAL + 1, **settings, onset=onsets))
+        trial.advance()
+        begun, rows = time.monotonic(), 0
+        while not trial.done:
+            rows += trial.advance()
+        epoch = trial.epoch_batches
+        seconds.append((time.monotonic() - begun) / rows * sum(len(e.tokens) for e in examples) / epoch)
+    with torch.no_grad():
+        for name, parameter in head.parameters.items():
+            parameter.copy_(before[name])
+    # steps of training-time test cost about the same, each from its onset on
+    first, full = seconds
+    later = len(onset) - 1
+    return epoch, first + (full - first) * sum(1 - share for share in onset[1:]) / later
 
 
 def conversations(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -32,6 +32,11 @@ class Sample:
     classes: Tensor
     features: Tensor
 
+    @property
+    def wanted(self) -> Tensor:
+        """[length - 1] bool: the rows of features behind which stands a token that the target wrote."""
+        return self.classes[1:] != GIVEN
+
 
 @dataclass(frozen=True)
 class Shard:

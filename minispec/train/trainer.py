@@ -41,12 +41,12 @@ class Settings:
 
     steps: int
     seed: int = 0
-    rate: float = 2e-3
+    rate: float = 7e-4
     warmup: int = 20
     decay: float = 0.35
-    fuse: float = 0.1
+    fuse: float = 0.05
     rows: int = 2048
-    onset: tuple[float, ...] = (0.0, 0.08, 0.16, 0.3)
+    onset: tuple[float, ...] = (0.0, 0.0, 0.1, 0.2)
     follow: float = 0.6
     fade: float = 0.8
     negatives: int | None = 1024

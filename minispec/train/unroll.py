@@ -28,7 +28,7 @@ class Batch:
         tokens: [rows] int64, the token one further on than the row's hidden states.
         features: [rows, taps * hidden].
         labels: [rows, K] int64, the likeliest of the head's logits for that token, by the target.
-        weights: [rows, K] float32, their probabilities, which sum to 1; 0 where there are fewer.
+        weights: [rows, K] float32, their probabilities, which sum to 1; 0 where there are fewer, and for GIVEN tokens.
         best: [rows] int64, the likeliest; -1 where the target chose a token that the head has no logit for.
         classes: [rows] uint8 (``shards``), of that token.
         sound: [rows] bool: the hidden states are of the usual size.

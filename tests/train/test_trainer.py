@@ -40,22 +40,23 @@ def trainer(settings: Settings | None = None) -> tuple[Trainer, list]:
     samples = texts()
     target = head_target()
     ids = choose_vocabulary(samples, target, 100)
-    features = torch.cat([sample.features for sample in samples])
-    head = TrainableHead.start(target, ids, TAPS, features, seed=0)
+    head = TrainableHead.start(target, ids, TAPS, samples, seed=0)
     examples = [Labeller(target, ids, head.scale)(sample) for sample in samples]
     return Trainer(head, examples[4:], settings or Settings(steps=STEPS, rows=256, negatives=16)), examples[:4]
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_a_head_learns_what_the_target_does(bfloat16):
-    made, held_out = trainer(Settings(steps=120, rows=256, negatives=16, bfloat16=bfloat16))
+    # a narrow model needs larger steps
+    made, held_out = trainer(Settings(steps=120, rate=4e-3, rows=256, negatives=16, bfloat16=bfloat16))
     before = made.evaluate(held_out)
     while not made.done:
         made.advance()
     after = made.evaluate(held_out)
-    assert after.loss < before.loss * 0.5
-    assert after.accuracy[0] > 0.8 > before.accuracy[0]
-    assert after.accuracy[3] > 0.8, "training-time test did not reach depth 4"
+    assert after.loss < before.loss * 0.7
+    assert before.accuracy[0] > 0.8, "here a linear map names the next token: where training starts"
+    assert after.accuracy[0] > 0.8
+    assert after.accuracy[3] > 0.8 > before.accuracy[3], "training-time test did not reach depth 4"
     assert after.chain == pytest.approx(1 + sum(torch.tensor(after.accuracy).cumprod(0).tolist()), rel=1e-3)
     assert [step for step, _, _ in made.curve] == list(range(1, 121))
 
@@ -80,10 +81,10 @@ def test_resuming_follows_the_same_curve_bit_for_bit(tmp_path):
 
 def test_drawn_negatives_estimate_the_whole_softmax():
     """The expected loss is that over the whole vocabulary."""
-    made, _ = trainer(Settings(steps=10, rows=256, negatives=None))
+    made, _ = trainer(Settings(steps=10, rows=256, negatives=None, onset=(0.0, 0.5)))
     batch = made.batch()
     whole, first, _ = made._loss(batch, torch.Generator().manual_seed(0))
-    made.settings = Settings(steps=10, rows=256, negatives=24)
+    made.settings = Settings(steps=10, rows=256, negatives=24, onset=(0.0, 0.5))
     drawn = [made._loss(batch, torch.Generator().manual_seed(seed))[1] for seed in range(20)]
     assert sum(drawn) / len(drawn) == pytest.approx(first, rel=0.05)
     assert float(whole.detach()) == pytest.approx(first, rel=1e-6), "one step of training-time test at first"

@@ -35,7 +35,7 @@ def started(lengths=(9, 14, 6), seed=0):
     texts = samples(lengths, seed)
     target = head_target()
     ids = torch.randperm(512, generator=torch.Generator().manual_seed(3))[:VOCAB].sort().values
-    head = TrainableHead.start(target, ids, TAPS, torch.cat([text.features for text in texts]), seed=1)
+    head = TrainableHead.start(target, ids, TAPS, texts, seed=1)
     with torch.no_grad():
         for parameter in head.parameters.values():  # so that every part matters
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
