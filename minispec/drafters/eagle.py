@@ -129,7 +129,7 @@ class EagleDrafter(GrowingDrafter[_State]):
             with torch.inference_mode():
                 state.fused.append(self._head.fuse(torch.cat(state.raw)))
             state.raw.clear()
-        state.raw.append(state.tree[path])
+        state.raw.append(state.tree.index_select(0, path))
         state.tree = None
 
     def _new_state(self) -> _State:
@@ -170,7 +170,8 @@ class EagleDrafter(GrowingDrafter[_State]):
         rows = [growth.rows[growth.parents[node]] for growth in growths for node in growth.frontier]
         states = [self._states[growth.slot] for growth in growths]
         spans = [growth.span(state.pages, state.num_cached) for growth, state in zip(growths, states, strict=True)]
-        hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+        # not by advanced indexing, which wakes torch's threads, and they spin where the compiled step wants to run
+        hidden = self._hidden.index_select(0, torch.tensor(rows, device=self._hidden.device))
         return self._forward(spans, [state.gap for state in states], hidden)
 
     def _forward(self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor) -> Tensor:
@@ -180,8 +181,7 @@ class EagleDrafter(GrowingDrafter[_State]):
 
     def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
         if all(request.params.greedy for request, _ in rows):
-            best, values = self._runner.best(logits, self._children)
-            return self._head.vocabulary.targets(best), values
+            return self._runner.best(logits, self._children)
         return super()._children_of(rows, logits)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ class HeadForward(Protocol):
         """
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest of each row, [rows, k] each: (indices int64, log-probabilities float32), best first. A row
-        that is not finite has NaN for values; k is at most the row's length."""
+        """The k likeliest of each row, [rows, k] each: (the target's ids int64, log-probabilities float32), best first.
+        A row that is not finite has NaN for values; k is at most the row's length."""
 
 
 class EagerHead:
@@ -58,7 +58,7 @@ class EagerHead:
         # what a row without numbers gives is undefined, so it is kept from the kernel
         finite = logits.amax(-1, keepdim=True).isfinite()
         tokens, values = kernels.top_logprobs(logits.where(finite, 0.0), k)
-        return tokens, values.where(finite, math.nan)
+        return self._head.vocabulary.targets(tokens), values.where(finite, math.nan)
 
 
 class HeadRunner:

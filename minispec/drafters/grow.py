@@ -41,7 +41,7 @@ class Growth:
             the root, which is text.
         bits: node → the keys it sees, itself included.
         rows: node of the last frontier run → its row among that forward's samples.
-        ranks: per node, its rank among its siblings and the ranks on the way to it.
+        ranks: where trees have a given shape: per node, its rank among its siblings and the ranks on the way to it.
     """
 
     slot: Slot
@@ -76,6 +76,19 @@ class Growth:
             first_key=first,
         )
 
+    def add(self, node: int, children: Sequence[tuple[int, float]], shape: TreeShape | None) -> None:
+        """Add a node's children, (token, log-probability) best first: all of them, or those that ``shape`` has."""
+        if shape is not None:
+            paths = [(*self.ranks[node], rank) for rank in range(len(children))]
+            kept = [rank for rank, path in enumerate(paths) if path in shape.paths]
+            self.ranks += [paths[rank] for rank in kept]
+            children = [children[rank] for rank in kept]
+        value = self.values[node]
+        self.tokens += [token for token, _ in children]
+        self.values += [value + own for _, own in children]
+        self.parents += [node] * len(children)
+        self.depths += [self.depths[node] + 1] * len(children)
+
     def tree(self) -> DraftTree:
         """The best ``max_nodes`` nodes: closed under taking the parent, as values fall along a path."""
         # the sort is stable and parents precede children, so ties keep the parent first
@@ -103,6 +116,9 @@ class CacheState:
     num_cached: int = 0
     chain: list[Node] = field(default_factory=list)
 
+
+_NEVER = -math.inf
+"""Log-probability of what cannot be."""
 
 State = TypeVar("State", bound=CacheState)
 
@@ -150,16 +166,14 @@ class RankingDrafter(BaseDrafter):
             logits: [rows, vocab] float32.
         """
         tokens, values = self._children_of(rows, logits)
-        # side by side, as each fetch waits for the device; ids are exact in float64
-        fetched = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
         ranked = []
-        for row in fetched:
-            pairs = list(zip(map(int, row[: tokens.shape[1]]), row[tokens.shape[1] :], strict=True))
-            if math.isnan(pairs[0][1]):
+        for row, row_values in zip(*_fetched(tokens, values), strict=True):
+            if math.isnan(row_values[0]):
                 self._count_invalid()
-                pairs = []
-            # -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
-            ranked.append([(token, min(value, 0.0)) for token, value in pairs if value > -math.inf])
+            # NaN is no number, and -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
+            ranked.append(
+                [(token, min(value, 0.0)) for token, value in zip(row, row_values, strict=True) if value > _NEVER]
+            )
         return ranked
 
     def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,15 +321,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             growth.rows = {node: row + i for i, node in enumerate(growth.frontier)}
             row += len(growth.frontier)
             for node in growth.frontier:
-                for rank, (token, value) in enumerate(next(ranked)):
-                    ranks = (*growth.ranks[node], rank)
-                    if self._shape is not None and ranks not in self._shape.paths:
-                        continue
-                    growth.ranks.append(ranks)
-                    growth.tokens.append(token)
-                    growth.parents.append(node)
-                    growth.values.append(growth.values[node] + value)
-                    growth.depths.append(growth.depths[node] + 1)
+                growth.add(node, next(ranked), self._shape)
             layer: Sequence[int] = range(first, len(growth.tokens))
             if self._shape is not None:
                 layer = [node for node in layer if growth.ranks[node] in self._shape.parents]
@@ -329,3 +335,13 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         if missing > 0:
             state.pages += self._pool.allocate(missing, state.pages[-1] + 1 if state.pages else 0)
         return True
+
+
+def _fetched(tokens: Tensor, values: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """Both as lists of rows."""
+    if not tokens.is_cuda:
+        return tokens.tolist(), values.tolist()
+    # side by side, as each fetch waits for the device; ids are exact in float64
+    fetched = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
+    k = tokens.shape[1]
+    return [list(map(int, row[:k])) for row in fetched], [row[k:] for row in fetched]

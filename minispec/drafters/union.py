@@ -110,7 +110,9 @@ class UnionDrafter(BaseDrafter):
         blocks = dict(zip(self.taps, features.chunk(len(self.taps), dim=-1), strict=True))
         for member in self._members:
             if member.taps:
-                member.observe(slot, torch.cat([blocks[tap] for tap in member.taps], dim=-1))
+                whole = member.taps == self.taps
+                own = features if whole else torch.cat([blocks[tap] for tap in member.taps], dim=-1)
+                member.observe(slot, own)
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Count what came of every guess at a child of an accepted node. Members see the merged tree."""

@@ -80,9 +80,10 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
   d.logits(m, es.step);
 }
 
-// The k best of a row, best first and equal ones in the order of their ids, with their log-probabilities. A row that is
+// The k best of a row, best first and equal ones in the order of their indices, with their log-probabilities. Their ids
+// are what `names` has under their indices, or these if it is null. A row that is
 // not finite has NaN for values; where fewer than k tokens are possible the rest has -inf.
-inline void best_of(const float* logits, int vocab, int k, int64_t* ids, float* values) {
+inline void best_of(const float* logits, int vocab, int k, const int64_t* names, int64_t* ids, float* values) {
   __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
   int count = 0;
   float lowest = -INFINITY;  // what a logit must exceed
@@ -107,6 +108,8 @@ inline void best_of(const float* logits, int vocab, int k, int64_t* ids, float* 
   // NaN and infinity end up in the sum
   const float total = highest + std::log(_mm512_reduce_add_ps(sum));
   for (int i = count; i < k; ++i) ids[i] = 0, values[i] = -INFINITY;
+  if (names)
+    for (int i = 0; i < k; ++i) ids[i] = names[ids[i]];
   for (int i = 0; i < k; ++i) values[i] = std::isfinite(total) ? values[i] - total : NAN;
 }
 

@@ -100,6 +100,7 @@ class CompiledHead:
         config, shape = head.config, head.config.layer
         self.team = team
         self._weights, self._output, self._rope = head.weights, head.output, head.rope  # what the structs point to
+        self._ids = head.vocabulary.ids
         self._size, self._vocab, self._layers = shape.hidden_size, head.vocabulary.size, shape.num_layers
         layers = (LayerStruct * shape.num_layers)()
         for struct, layer in zip(layers, self._weights.layers, strict=True):
@@ -143,6 +144,13 @@ class CompiledHead:
         tokens = torch.empty((rows, k), dtype=torch.int64)
         values = torch.empty((rows, k), dtype=torch.float32)
         self.team.library.best(
-            self.team.handle, logits.data_ptr(), rows, vocab, k, tokens.data_ptr(), values.data_ptr()
+            self.team.handle,
+            logits.data_ptr(),
+            rows,
+            vocab,
+            k,
+            pointer(self._ids),
+            tokens.data_ptr(),
+            values.data_ptr(),
         )
         return tokens, values

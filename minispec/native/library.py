@@ -169,7 +169,7 @@ class Library:
         self.eagle = lib.minispec_eagle
         self.eagle.argtypes, self.eagle.restype = [c_void_p, POINTER(EagleStruct), POINTER(EagleStepStruct)], None
         self.best = lib.minispec_best
-        self.best.argtypes = [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+        self.best.argtypes = [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]
         self.best.restype = None
 
 

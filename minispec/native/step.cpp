@@ -26,11 +26,11 @@ class Runner {
     pool_.run([&](int thread) { eagle_forward(decoder_, eagle_, e, s, thread); });
   }
 
-  void best(const float* logits, int rows, int vocab, int k, int64_t* ids, float* values) {
+  void best(const float* logits, int rows, int vocab, int k, const int64_t* names, int64_t* ids, float* values) {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int) {
       pool_.phase(rows, [&](int r) {
-        best_of(logits + static_cast<int64_t>(r) * vocab, vocab, k, ids + static_cast<int64_t>(r) * k,
+        best_of(logits + static_cast<int64_t>(r) * vocab, vocab, k, names, ids + static_cast<int64_t>(r) * k,
                 values + static_cast<int64_t>(r) * k);
       });
     });
@@ -181,8 +181,9 @@ void minispec_forward(Runner* runner, const Model* model, const Step* step) { ru
 
 void minispec_eagle(Runner* runner, const Eagle* head, const EagleStep* step) { runner->eagle(*head, *step); }
 
-// logits [rows, vocab]; ids, values [rows, k], k <= vocab.
-void minispec_best(Runner* runner, const float* logits, int rows, int vocab, int k, int64_t* ids, float* values) {
-  runner->best(logits, rows, vocab, k, ids, values);
+// logits [rows, vocab]; names [vocab] or null; ids, values [rows, k], k <= vocab.
+void minispec_best(Runner* runner, const float* logits, int rows, int vocab, int k, const int64_t* names, int64_t* ids,
+                   float* values) {
+  runner->best(logits, rows, vocab, k, names, ids, values);
 }
 }
