@@ -124,7 +124,7 @@ class Decoder {
     const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride, attended_.row(0),
                       static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
     pool.phase(static_cast<int>(plan_.tiles.size()), [&](int t) {
-      attenders_[thread].run(a, b, plan_.tiles[t], partials_.data());
+      attenders_[thread].run(a, b, plan_, plan_.tiles[t], partials_.data());
     });
     if (!plan_.joins.empty())
       pool.phase(static_cast<int>(plan_.joins.size()), [&](int j) { plan_.join(a, j, partials_.data()); });

@@ -18,7 +18,6 @@ namespace minispec {
 constexpr int kBlock = 32;     // outputs per block
 constexpr int kRowTile = 12;   // rows that share one pass over a block: 24 accumulators of 32 registers
 constexpr int kPadInputs = 32; // rows of x are zero up to a multiple of this
-constexpr int kAhead = 8192;   // bytes of weight to fetch ahead: the processor's own prefetching ends at a page
 
 inline int padded_inputs(int in) { return (in + kPadInputs - 1) / kPadInputs * kPadInputs; }
 
@@ -66,10 +65,23 @@ inline void unpack_block(const Linear& l, bf16* plain, int block) {
   }
 }
 
+// Fetching of weights, beside the computation: the processor's own prefetching ends at a page. A pass over a block fetches
+// the block that the thread turns to next, or where several passes share the work, half of it.
+struct Ahead {
+  const char* at;
+  int step;  // bytes for every 128 that the pass reads: 128, 64 or 0
+};
+
+inline void fetch(Ahead& ahead) {
+  _mm_prefetch(ahead.at, _MM_HINT_T1);
+  if (ahead.step > 64) _mm_prefetch(ahead.at + 64, _MM_HINT_T1);
+  ahead.at += ahead.step;
+}
+
 // The inner loop. Weights are widened to float32 on the way: two of the processor's plain multiply-add units do twice
 // what its one bfloat16 unit does (vdpbf16ps: one in two cycles).
 template <int M>
-inline void tile(const float* x, size_t stride, const bf16* w, int pairs, __m512 (&acc)[M][2]) {
+inline void tile(const float* x, size_t stride, const bf16* w, int pairs, Ahead ahead, __m512 (&acc)[M][2]) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   // A base per three rows: (base), (base + stride), (base + 2 stride) are addresses the processor computes for free. The
   // compiler would rather keep an offset per row, run out of registers, and read them back from memory each time.
@@ -81,8 +93,7 @@ inline void tile(const float* x, size_t stride, const bf16* w, int pairs, __m512
   for (int p = 0; p < pairs; ++p, w += 2 * kBlock) {
 #pragma GCC unroll 16
     for (int i = 0; i < (M + 2) / 3; ++i) asm("" : "+r"(base[i]));
-    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead, _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64, _MM_HINT_T1);
+    fetch(ahead);
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + kBlock);
     const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));
     const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
@@ -135,40 +146,37 @@ inline void put(const Linear& l, int block, __m512 (&acc)[M][2], void* y, size_t
 }
 
 template <int M, To to>
-void block_rows(const Linear& l, int block, const float* x, size_t stride, void* y, size_t y_stride) {
+void block_rows(const Linear& l, int block, const float* x, size_t stride, Ahead ahead, void* y, size_t y_stride) {
   const int pairs = padded_inputs(l.in) / 2;
+  const bf16* w = static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * pairs * 2 * kBlock;
   __m512 acc[M][2];
-  tile<M>(x, stride, static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * pairs * 2 * kBlock, pairs, acc);
+  tile<M>(x, stride, w, pairs, ahead, acc);
   put<M, to>(l, block, acc, y, y_stride);
 }
 
 template <To to, int M = kRowTile>
-inline void block_rows_of(int rows, const Linear& l, int block, const float* x, size_t stride, void* y, size_t y_stride) {
+inline void block_rows_of(int rows, const Linear& l, int block, const float* x, size_t stride, Ahead ahead, void* y,
+                          size_t y_stride) {
   if constexpr (M > 0) {
     if (rows == M)
-      block_rows<M, to>(l, block, x, stride, y, y_stride);
+      block_rows<M, to>(l, block, x, stride, ahead, y, y_stride);
     else
-      block_rows_of<to, M - 1>(rows, l, block, x, stride, y, y_stride);
+      block_rows_of<to, M - 1>(rows, l, block, x, stride, ahead, y, y_stride);
   }
 }
 
-// All rows of a block of outputs in tiles as equal as can be: f(first row, rows, where y's rows begin).
+// All rows of a block of outputs in tiles as equal as can be: f(first row, rows, where y's rows begin, what to fetch of
+// the `bytes` at `next`).
 template <To to, class F>
-inline void in_tiles(int rows, int largest, void* y, size_t y_stride, F&& f) {
+inline void in_tiles(int rows, int largest, void* y, size_t y_stride, const char* next, size_t bytes, F&& f) {
   constexpr size_t width = to == To::kBf16 ? sizeof(bf16) : sizeof(float);
   const int tiles = (rows + largest - 1) / largest;
   for (int t = 0, at = 0; t < tiles; ++t) {
     const int n = (rows - at) / (tiles - t);
-    f(at, n, static_cast<char*>(y) + at * y_stride * width);
+    const Ahead ahead{t < 2 ? next + t * bytes / 2 : next, tiles == 1 ? 128 : t < 2 ? 64 : 0};
+    f(at, n, static_cast<char*>(y) + at * y_stride * width, ahead);
     at += n;
   }
-}
-
-template <To to>
-inline void gemm_block(const Linear& l, int block, const float* x, size_t stride, int rows, void* y, size_t y_stride) {
-  in_tiles<to>(rows, kRowTile, y, y_stride, [&](int at, int n, void* to_rows) {
-    block_rows_of<to>(n, l, block, x + at * stride, stride, to_rows, y_stride);
-  });
 }
 
 }  // namespace minispec

@@ -89,7 +89,7 @@ inline void round_row(const float* x, int groups, Group* to) {
 }
 
 template <int M>
-inline void tile8(const Group* x, size_t stride, const uint8_t* w, int groups, __m512 (&acc)[M][2]) {
+inline void tile8(const Group* x, size_t stride, const uint8_t* w, int groups, Ahead ahead, __m512 (&acc)[M][2]) {
   const Group* base[(M + 2) / 3];  // a base per three rows, as in gemm.h
 #pragma GCC unroll 16
   for (int i = 0; i < (M + 2) / 3; ++i) base[i] = x + 3 * i * stride;
@@ -101,12 +101,12 @@ inline void tile8(const Group* x, size_t stride, const uint8_t* w, int groups, _
     __m512i sum[M][2];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_set1_epi32(base[m / 3][m % 3 * stride].start);
-    _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead, _MM_HINT_T1);
+    _mm_prefetch(ahead.at, _MM_HINT_T1);
+    ahead.at += ahead.step / 2;
 #pragma GCC unroll 16
     for (int j = 0; j < kGroup / 4; ++j) {
       const uint8_t* at = w + 2 * kBlock + j * kBlock * 4;
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead + 64, _MM_HINT_T1);
+      fetch(ahead);
       const __m512i w0 = _mm512_loadu_si512(at), w1 = _mm512_loadu_si512(at + 64);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
@@ -130,15 +130,17 @@ inline void tile8(const Group* x, size_t stride, const uint8_t* w, int groups, _
 }
 
 template <To to, int M = kRowTile8>
-inline void block_rows8(int rows, const Linear& l, int block, const Group* x, size_t stride, void* y, size_t y_stride) {
+inline void block_rows8(int rows, const Linear& l, int block, const Group* x, size_t stride, Ahead ahead, void* y,
+                        size_t y_stride) {
   if constexpr (M > 0) {
     if (rows == M) {
       const int groups = groups_of(l);
+      const uint8_t* w = static_cast<const uint8_t*>(l.weight) + static_cast<size_t>(block) * groups * kStripe;
       __m512 acc[M][2];
-      tile8<M>(x, stride, static_cast<const uint8_t*>(l.weight) + static_cast<size_t>(block) * groups * kStripe, groups, acc);
+      tile8<M>(x, stride, w, groups, ahead, acc);
       put<M, to>(l, block, acc, y, y_stride);
     } else {
-      block_rows8<to, M - 1>(rows, l, block, x, stride, y, y_stride);
+      block_rows8<to, M - 1>(rows, l, block, x, stride, ahead, y, y_stride);
     }
   }
 }
@@ -150,16 +152,24 @@ inline void gemm(Pool& pool, const Linear& l, const float* x, size_t stride, int
                  size_t y_stride) {
   const int groups = groups_of(l);
   if (l.bits == 8) pool.phase(rows, [&](int r) { round_row(x + r * stride, groups, rounded + static_cast<size_t>(r) * groups); });
-  // several blocks in a row, so that what is fetched ahead is what the same thread reads next
+  // several blocks in a row, so that what is fetched ahead is mostly what the same thread reads next
   const int blocks = blocks_of(l), run = std::clamp(blocks / (4 * pool.size()), 1, 16);
+  const size_t bytes = packed_size(l) / blocks;
   pool.phase((blocks + run - 1) / run, [&](int task) {
-    for (int block = task * run; block < std::min((task + 1) * run, blocks); ++block)
+    const int end = std::min((task + 1) * run, blocks);
+    for (int block = task * run; block < end; ++block) {
+      // behind the run: where it goes on if all threads are equally fast
+      const int next = block + 1 < end ? block + 1 : std::min((task + pool.size()) * run, blocks - 1);
+      const char* ahead = static_cast<const char*>(l.weight) + next * bytes;
       if (l.bits == 8)
-        in_tiles<to>(rows, kRowTile8, y, y_stride, [&](int at, int n, void* to_rows) {
-          block_rows8<to>(n, l, block, rounded + static_cast<size_t>(at) * groups, groups, to_rows, y_stride);
+        in_tiles<to>(rows, kRowTile8, y, y_stride, ahead, bytes, [&](int at, int n, void* to_rows, Ahead part) {
+          block_rows8<to>(n, l, block, rounded + static_cast<size_t>(at) * groups, groups, part, to_rows, y_stride);
         });
       else
-        gemm_block<to>(l, block, x, stride, rows, y, y_stride);
+        in_tiles<to>(rows, kRowTile, y, y_stride, ahead, bytes, [&](int at, int n, void* to_rows, Ahead part) {
+          block_rows_of<to>(n, l, block, x + at * stride, stride, part, to_rows, y_stride);
+        });
+    }
   });
 }
 
