@@ -24,7 +24,7 @@ TREES = (16, 32, 48)
 """Nodes, roots included, of the trees measured."""
 _PAGE = 16
 _SLOTS = 8
-_TOKENS = 64
+_TOKENS = 48
 
 
 def measure(

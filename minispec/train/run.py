@@ -46,14 +46,15 @@ VOCABULARY = 8192
 _SHARD = 64  # conversations in a file
 _SLOTS = {"cpu": 96, "cuda": 384}  # conversations written at once
 _ROWS = {"cpu": 512, "cuda": 4096}  # tokens of a batch
-_GENERATE, _TRAIN = 0.45, 0.88  # shares of the time after which text and training are done
+_GENERATE, _TRAIN = 0.55, 0.88  # shares of the time after which text and training are done
 _EPOCHS = 4
 _MOST_EPOCHS = 12  # however much time there is
 _HELD_OUT, _CHECKED = 16, 32  # every 16th conversation is held out; at most 32 of them are looked at on the way
 _CHECKS = 10  # times that they are, at most
 _LOOKING = 0.06  # share of the time for training that goes there
 _TRIAL = 3  # steps that are timed
-_REPORTED = 16  # held-out conversations that the report continues
+_REPORTED = 16  # held-out conversations that the report continues, at most
+_REPORTED_MINUTE = 1.2  # and for each minute of the run: one takes some five seconds of two cores
 _CHECKPOINT_SECONDS = 60.0
 _LEAST = 10_000  # tokens of text below which a warning is due
 
@@ -337,7 +338,9 @@ class _Job:
         head = trainer.head
         labeller = Labeller(self._model, head.ids, head.scale)
         quality = trainer.evaluate([labeller(sample) for sample in self._held_out])
-        prompts = [_prompt(sample) for sample in self._held_out[:_REPORTED]]
+        minutes = run.recipe.minutes
+        count = _REPORTED if minutes is None else min(_REPORTED, max(4, int(minutes * _REPORTED_MINUTE)))
+        prompts = [_prompt(sample) for sample in self._held_out[:count]]
         self._console.print(f"Measuring the head on {len(prompts)} held-out conversations")
         lengths = reporting.measure(run.out, self._target, prompts, self._tokenizer.eos_ids)
         data: dict[str, Any] = {

@@ -169,6 +169,24 @@ def test_minutes_decide_once(target, tmp_path, monkeypatch):
     assert notes["generated"] and notes["tokens"] > 0 and notes["steps"] >= 8
 
 
+def test_going_on_keeps_the_number_of_threads(target, kept, tmp_path, monkeypatch):
+    shutil.copytree(kept, tmp_path / "again")
+    file = tmp_path / "again" / "training" / "run.json"
+    data = json.loads(file.read_text())
+    assert data["notes"]["threads"] == torch.get_num_threads()
+    data["notes"]["threads"] = 2
+    file.write_text(json.dumps(data))
+    monkeypatch.setattr(run._Job, "train", lambda self: None)
+    monkeypatch.setattr(run._Job, "report", lambda self: None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert run_train_draft(options(target, tmp_path / "again", resume=True)) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_prompts_of_a_file_are_answered(target, tmp_path, monkeypatch):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "One two three"}\n{"prompt": "Four"}\n')

@@ -7,6 +7,7 @@ import torch
 
 from minispec.train.data import Labeller, batches, choose_vocabulary
 from minispec.train.head import TrainableHead
+from minispec.train.run import price
 from minispec.train.shards import ANSWER, GIVEN, Sample
 from minispec.train.trainer import Settings, Trainer
 from tiny_heads import HIDDEN, head_target
@@ -77,6 +78,15 @@ def test_resuming_follows_the_same_curve_bit_for_bit(tmp_path):
     assert second.curve == straight.curve
     for name, parameter in straight.head.parameters.items():
         assert torch.equal(parameter, second.head.parameters[name]), name
+
+
+def test_finding_the_price_of_a_step_leaves_the_head_as_it_was():
+    made, _ = trainer()
+    before = {name: p.detach().clone() for name, p in made.head.parameters.items()}
+    epoch, seconds = price(made.head, made.examples, {"rows": 128, "negatives": 16})
+    assert epoch == len(batches([len(e.tokens) for e in made.examples], 128, torch.Generator().manual_seed(0)))
+    assert seconds > 0
+    assert all(p.equal(before[name]) for name, p in made.head.parameters.items())
 
 
 def test_drawn_negatives_estimate_the_whole_softmax():
