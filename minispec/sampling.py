@@ -123,6 +123,27 @@ class Noise:
         return [self._generator(*key) for key in keys]
 
 
+class NoiseOf(Noise):
+    """Noise of some of the vocabulary, under indices of its own.
+
+    Args:
+        noise: of all of it.
+        ids: [n] int64, whose noise it is.
+    """
+
+    def __init__(self, noise: Noise, ids: Tensor) -> None:
+        super().__init__(len(ids), noise.device)
+        self._noise, self._ids = noise, ids
+
+    def rows(self, keys: Sequence[tuple[int, int]]) -> Tensor:
+        # nodes of one depth share theirs
+        narrow = {key: self._noise.rows([key])[0].index_select(0, self._ids) for key in dict.fromkeys(keys)}
+        return torch.stack([narrow[key] for key in keys])
+
+    def at(self, keys: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
+        return self._noise.at(keys, self._ids[tokens])
+
+
 class _RowGenerator:
     """``gumbel`` of one row on a CPU, in buffers that stay in the cache; half the time of the general form.
 

@@ -7,7 +7,7 @@ import torch
 from minispec import kernels
 from minispec.errors import RequestError
 from minispec.request import Request, SamplingParams
-from minispec.sampling import Noise, SamplingBatch, gumbel, philox
+from minispec.sampling import Noise, NoiseOf, SamplingBatch, gumbel, philox
 
 
 def sampling(rows: list[dict], seeds: list[int] | None = None, position: int = 0) -> SamplingBatch:
@@ -47,6 +47,14 @@ def test_noise_is_gumbel_and_independent_across_keys():
     assert noise.var() == pytest.approx(np.pi**2 / 6, rel=0.01)
     correlation = np.corrcoef(noise.numpy())
     assert np.abs(correlation - np.eye(64)).max() < 0.04
+
+
+def test_noise_of_some_tokens_is_theirs():
+    whole, ids = Noise(100), torch.tensor([3, 99, 41, 0])
+    some, keys = NoiseOf(whole, ids), [(5, 7), (6, 7), (5, 7)]
+    assert torch.equal(some.rows(keys), whole.rows(keys)[:, ids])
+    tokens = torch.tensor([[2, 0], [1, 1], [3, 2]])
+    torch.testing.assert_close(some.at(keys, tokens), whole.rows(keys).gather(1, ids[tokens]))
 
 
 def test_noise_depends_on_its_key_alone():

@@ -15,7 +15,7 @@ from minispec import kernels
 from minispec.errors import ModelError
 from minispec.model.llama import Llama
 from minispec.model.loader import Checkpoint
-from minispec.sampling import Noise, SamplingBatch
+from minispec.sampling import Noise, NoiseOf, SamplingBatch
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +205,12 @@ class DraftVocabulary:
         if sampling.greedy:
             tokens, values = kernels.top_children(logits, sampling, noise, k)
             return self.targets(tokens), values
-        # The noise belongs to the target's ids. Where it is computed inside the kernel it cannot be gathered, so the
-        # logits go where it is; what the head cannot say has no weight.
+        # The noise belongs to the target's ids.
+        if kernels.BACKEND == "torch":
+            tokens, values = kernels.top_children(logits, sampling, NoiseOf(noise, self.ids), k)
+            return self.targets(tokens), values
+        # Where it is computed inside the kernel it cannot be gathered, so the logits go where it is; what the head
+        # cannot say has no weight.
         wide = logits.new_full((len(logits), self.target_size), float("-inf"))
         wide[:, self.ids] = logits
         return kernels.top_children(wide, sampling, noise, k)
