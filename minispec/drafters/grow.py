@@ -325,6 +325,10 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             layer: Sequence[int] = range(first, len(growth.tokens))
             if self._shape is not None:
                 layer = [node for node in layer if growth.ranks[node] in self._shape.parents]
+            elif len(growth.tokens) > growth.max_nodes:
+                # what is not among the best now never will be, nor will its children: they are not worth running
+                least = sorted(growth.values)[-growth.max_nodes]
+                layer = [node for node in layer if growth.values[node] >= least]
             growth.frontier = sorted(layer, key=growth.values.__getitem__, reverse=True)[: self._width]
 
     def _extend(self, state: CacheState, positions: int) -> bool:

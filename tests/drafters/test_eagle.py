@@ -298,6 +298,30 @@ def test_as_many_forwards_as_the_tree_is_deep(tmp_path, depth, slots):
         assert drafter.rows[1:] == [3 * slots] * (depth - 1)
 
 
+def test_what_cannot_be_kept_is_not_run(tmp_path):
+    """A small tree is the best of a large one, for fewer rows."""
+    engine, drafter = drafting(eagle_folder(tmp_path / "head", EAGLE3_LAYOUT), depth=4, width=8, children=6)
+    request = engine.make_request(prompt(9), SamplingParams(max_tokens=60, **GREEDY))
+    engine.add(request)
+    engine.step()
+    [slot] = engine.scheduler.running
+    for _ in range(5):
+        tokens, trees, rows = tuple(request.tokens), [], []
+        for nodes in (200, 7):
+            drafter.rows.clear()
+            [tree] = drafter.propose([slot], [nodes])
+            trees.append(tree)
+            rows.append(sum(drafter.rows))
+            drafter._states[slot].num_cached -= 1
+            drafter._states[slot].fused.append(drafter._head.fuse(last_features(engine, drafter, tokens)))
+        large, small = trees
+        best = large.best(7)
+        assert (small.tokens, small.parents) == (best.tokens, best.parents)
+        assert small.values == pytest.approx(best.values, abs=1e-4)
+        assert rows[1] < rows[0]
+        engine.step()
+
+
 def test_a_long_prompt_is_read_in_chunks_while_others_draft(tmp_path):
     folder = eagle_folder(tmp_path / "head", EAGLE3_LAYOUT)
     engine, drafter = drafting(folder, chunk=16, depth=2, max_step_tokens=512)
