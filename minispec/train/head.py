@@ -35,7 +35,7 @@ _RIDGE = 1e-2  # of the mean square, in the least-squares start of fc
 _GAIN = 0.6  # loss at the start, held-out text of smollm2-135m: 4.9, 4.8, 4.8 and 5.5 at 0.5, 0.6, 0.7 and 1
 _QUIET = 0.25  # of the random weights with which queries and keys read the hidden state, beside copied ones
 _STD = 0.02  # of randomly drawn weights
-_SCALED = 256  # samples that the scale of features is found on
+_SCALED, _FITTED = 256, 1024  # samples that the scale of features is found on, and the start of fc
 
 
 class _Differentiable:
@@ -137,7 +137,8 @@ class TrainableHead:
         wide = len(taps) * hidden
         scale = feature_scale(torch.cat([s.features[:, :wide] for s in samples[:_SCALED]]).float())
         pairs = (
-            (s.features[:-1, :wide].float() / scale, unit_rms(s.features[1:, wide:]), s.wanted[1:]) for s in samples
+            (s.features[:-1, :wide].float() / scale, unit_rms(s.features[1:, wide:]), s.wanted[1:])
+            for s in samples[:_FITTED]
         )
         queries = first_queries(target)
         qkv = draw(sum(widths), 2 * hidden)
