@@ -61,8 +61,11 @@ def test_a_small_budget_still_drafts_deep(budget):
     engine = watched_engine(tree_budget=budget, depth=4, width=4)
     run(engine, [PROMPT], [GREEDY])
     verified = engine.stats.verifications
-    # with room for 4 nodes, 3 layers are of use; with plenty, all 4 are run but the last, which is only added
-    assert len(engine.runner.partial) >= (verified - 4) * min(budget - 1, 4)
+    # with room for 4 nodes, 3 layers are of use; with plenty, all 4 are run but the last, which is only added. A small
+    # tree may keep nothing of the last layers
+    layers = min(budget - 1, 4)
+    at_least = layers if budget == 64 else 2
+    assert (verified - 4) * at_least <= len(engine.runner.partial) <= verified * layers
 
 
 def test_the_draft_is_what_the_first_layer_says():
