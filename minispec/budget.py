@@ -214,7 +214,7 @@ class AutoBudget:
         self, drafter: Drafter, slots: Sequence[Slot], trees: Sequence[DraftTree], nodes: int, prefill: Prefill
     ) -> list[DraftTree]:
         line = self._cost.line
-        cost = StepCost(line.base + self._draft_seconds, line.per_row)  # the step has become longer by the drafting
+        cost = line.plus(self._draft_seconds)
         sources = [drafter.sources(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
         values = [
             [value if value > _WORTHLESS else -math.inf for value in self._calibration.values(tree, own, record.ratio)]
@@ -279,13 +279,14 @@ class AutoBudget:
         member = self._member(name)
         gates = [self._slot(slots[i]).gate(name, member.pause) for i in able]
         line = self._cost.line
-        plain = line(prefill.rows + len(slots))
+        rows = prefill.rows + len(slots)
+        plain = line(rows)
         unit = member.cost(len(able))
         member.free = unit * max(member.layers, 1) <= FREE * plain
         if member.layers == 0 and member.coverage > _MUTE:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
-        probe = (0.0 if member.free else unit * _PROBE_DEPTH) + line.per_row * _PROBE_NODES * len(slots)
+        probe = (0.0 if member.free else unit * _PROBE_DEPTH) + line(rows + _PROBE_NODES * len(slots)) - plain
         member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
             for gate in gates:

@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+
+_NOISE = 0.03  # relative error of what is measured at start
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a target forward by its number of rows, as a straight line.
+    """Seconds of a target forward by its number of rows: a line that may bend upwards.
 
-    A line rather than the measured points: what is left of it on a busy machine is noise, and the choice of a tree
-    would chase it.
+    The first rows ride along with the read of the weights, later ones cost arithmetic; a straight line makes small
+    trees look dearer than they are, and large ones cheaper. It is fitted and not just what was measured: the rest is
+    noise on a busy machine, and the choice of a tree would chase it.
+
+    Attributes:
+        base, per_row: of the line as it begins.
+        bends: (rows, how much more each row behind them costs).
     """
 
     base: float
     per_row: float
+    bends: tuple[tuple[float, float], ...] = ()
 
     @staticmethod
     def fit(rows: Sequence[int], seconds: Sequence[float]) -> StepCost:
-        """Least squares over measured points, relative to their size; a row never costs less than nothing."""
-        weights = [1 / s**2 for s in seconds]
-        total = sum(weights)
-        mean_r = sum(w * r for w, r in zip(weights, rows, strict=True)) / total
-        mean_s = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
-        spread = sum(w * (r - mean_r) ** 2 for w, r in zip(weights, rows, strict=True))
-        slope = sum(w * (r - mean_r) * (s - mean_s) for w, r, s in zip(weights, rows, seconds, strict=True)) / spread
-        slope = min(max(slope, 0.0), mean_s / mean_r)
-        return StepCost(mean_s - slope * mean_r, slope)
+        """Least squares over measured points, relative to their size; a row never costs less than nothing, nor less
+        than the one before it. It may bend at points between the first and the last."""
+        if max(seconds) <= 0:
+            return StepCost(0.0, 0.0)
+        weight = [1 / max(s, 1e-9) for s in seconds]
+        target = torch.tensor([s * w for s, w in zip(seconds, weight, strict=True)], dtype=torch.float64)
+        best, smallest = StepCost(sum(weight) / sum(w * w for w in weight), 0.0), math.inf
+        inner = rows[1:-1]
+        for count in range(len(inner) + 1):
+            for places in itertools.combinations(inner, count):
+                columns = [[1.0] * len(rows), list(rows), *([max(n - place, 0) for n in rows] for place in places)]
+                matrix = (
+                    torch.tensor(columns, dtype=torch.float64).T * torch.tensor(weight, dtype=torch.float64)[:, None]
+                )
+                base, *slopes = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0].tolist()
+                error = (matrix @ torch.tensor([base, *slopes], dtype=torch.float64) - target).square().sum().item()
+                # a bend must explain something: what is measured has an error of a few per cent
+                if min(base, *slopes) >= 0 and error < smallest - _NOISE**2:
+                    best, smallest = (
+                        StepCost(base, slopes[0], tuple(zip(map(float, places), slopes[1:], strict=True))),
+                        error,
+                    )
+        return best
 
     def __call__(self, rows: float) -> float:
         """Estimated seconds of a forward over ``rows`` rows."""
-        return self.base + self.per_row * rows
+        return self.base + self.per_row * rows + self.bent(rows)
+
+    def bent(self, rows: float) -> float:
+        """The part of it that is due to the bends."""
+        return sum(more * (rows - place) for place, more in self.bends if rows > place)
+
+    def plus(self, seconds: float) -> StepCost:
+        """The cost of a step that takes so much longer."""
+        return replace(self, base=self.base + seconds)
 
 
 class RunningCost:
     """The line of a StepCost, refined by the steps that are run anyway.
 
-    The slope is a decayed least-squares fit of deviations: how much longer than its neighbours in time a step took that
-    had more rows than they. Whatever moves slowly drops out of it: longer contexts, a machine that others use. The
-    measurement at start counts as some steps, so that a server whose steps are all alike keeps its slope. The base
-    follows the level.
+    Its bends stay where they were measured at start and grow with the cost as a whole; the rest is about what remains
+    without them. The slope is a decayed least-squares fit of deviations: how much longer than its neighbours in time a
+    step took that had more rows than they. Whatever moves slowly drops out of it: longer contexts, a machine that
+    others use. The measurement at start counts as some steps, so that a server whose steps are all alike keeps its
+    slope. The base follows the level.
 
     Attributes:
         line: the current estimate.
@@ -65,21 +100,24 @@ class RunningCost:
         # One step says at most "twice" or "half": a hiccup is forgotten, a lasting change is followed within a dozen.
         expected = self.line(rows)
         seconds = min(max(seconds, expected / 2), expected * 2)
+        bent = self.line.bent(rows)
+        straight = seconds - bent
         if slots == self._slots:
             deviation = rows - self._rows
             # squares weigh outliers; a step that is off by more than a quarter tells nothing of rows
-            told = min(max(seconds, expected * 0.75), expected * 1.25) - self._seconds
+            told = min(max(seconds, expected * 0.75), expected * 1.25) - bent - self._seconds
             self._xx = self._MEMORY * self._xx + deviation**2
             self._xy = self._MEMORY * self._xy + deviation * told
             self._rows += self._LEVEL * deviation
-            self._seconds += self._LEVEL * (seconds - self._seconds)
+            self._seconds += self._LEVEL * (straight - self._seconds)
         else:  # every slot brings a context of its own: its rows are not what makes the difference
-            self._slots, self._rows, self._seconds = slots, float(rows), seconds
+            self._slots, self._rows, self._seconds = slots, float(rows), straight
         self._scale += self._LEVEL * (seconds / self._start(rows) - self._scale)
         slope = (self._xy + self._PRIOR * self._start.per_row * self._scale) / (self._xx + self._PRIOR)
         slope = min(max(slope, 0.0), seconds / rows)
-        base = self.line.base + self._LEVEL * (seconds - slope * rows - self.line.base)
-        self.line = StepCost(max(base, 0.0), slope)
+        base = self.line.base + self._LEVEL * (straight - slope * rows - self.line.base)
+        bends = tuple((place, more * self._scale) for place, more in self._start.bends)
+        self.line = StepCost(max(base, 0.0), slope, bends)
 
 
 class DraftCost:

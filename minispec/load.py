@@ -229,8 +229,8 @@ def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) 
     """
     started = time.perf_counter()
     positions = runner.kv.k.shape[2]
-    sizes = tuple(n for n in (1, 8, 32) if n <= positions)
-    if len(sizes) < 2:
+    sizes = tuple(n for n in (1, 4, 8, 16, 32) if n <= positions)
+    if len(sizes) < 3:
         return None
     context = min(context, positions - sizes[-1])
     pages = range(runner.kv.pages_for(context + sizes[-1]))
@@ -247,7 +247,7 @@ def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) 
             runner.forward([Span([0] * n, pages, context, depths, bits, range(n))]).argmax(-1).tolist()
             best[n] = min(best[n], time.perf_counter() - begin)
     cost = StepCost.fit(sizes, list(best.values()))
-    logger.info("a step costs %.1f ms and %.2f ms per row", cost.base * 1e3, cost.per_row * 1e3)
+    logger.info("a step costs %s", ", ".join(f"{cost(n) * 1e3:.1f} ms with {n} rows" for n in sizes))
     return cost
 
 

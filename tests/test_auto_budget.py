@@ -257,6 +257,16 @@ def test_the_running_cost_finds_the_line():
     assert cost.line.base == pytest.approx(26.0, rel=0.1)
 
 
+def test_the_running_cost_keeps_its_bends_while_the_machine_slows_down():
+    rng = random.Random(4)
+    start = StepCost(10.0, 0.5, ((8.0, 1.0),))
+    cost = RunningCost(start)
+    for _ in range(600):
+        rows = rng.randrange(1, 25)
+        cost.observe(rows, 1, 1.5 * start(rows) * rng.uniform(0.95, 1.05))
+    assert [cost.line(n) for n in (1, 8, 24)] == pytest.approx([1.5 * start(n) for n in (1, 8, 24)], rel=0.1)
+
+
 def test_steps_that_are_all_alike_keep_the_slope_of_the_start():
     cost = RunningCost(StepCost(20.0, 0.5))
     for _ in range(300):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,24 @@ def test_a_straight_line_is_found_again(base, per_row):
     rows = (1, 2, 4, 8, 16, 32, 64)
     cost = StepCost.fit(rows, [base + per_row * n for n in rows])
     assert cost.base == pytest.approx(base, abs=1e-9) and cost.per_row == pytest.approx(per_row, abs=1e-9)
+
+
+def test_rows_that_get_dearer_bend_the_line():
+    rows = (1, 4, 8, 16, 32)
+    cost = StepCost.fit(rows, [10.0 + 0.5 * n + max(n - 8, 0) * 1.0 for n in rows])
+    assert [cost(n) for n in (1, 8, 12, 32)] == pytest.approx([10.5, 14.0, 20.0, 50.0])
+    assert cost.plus(3.0)(12) == pytest.approx(23.0)
+
+
+def test_noise_does_not_bend_the_line():
+    rng = random.Random(3)
+    rows = (1, 4, 8, 16, 32)
+    assert StepCost.fit(rows, [(20.0 + n) * rng.uniform(0.99, 1.01) for n in rows]).bends == ()
+
+
+def test_rows_that_get_cheaper_do_not_bend_it_downwards():
+    cost = StepCost.fit((1, 4, 8, 16, 32), [10.0, 13.0, 17.0, 17.5, 18.0])
+    assert cost.bends == () and cost(32) > cost(1)
 
 
 @given(st.lists(st.floats(1e-4, 10.0), min_size=7, max_size=7))

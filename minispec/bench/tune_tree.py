@@ -220,7 +220,7 @@ def run_tune_tree(
         "draft": engine.drafter.name,
         "steps": len(steps),
         "rates": [[round(rate, 4) for rate in layer] for layer in rates],
-        "step_ms": {"base": round(cost.base * 1e3, 4), "per_row": round(cost.per_row * 1e3, 4)},
+        "step_ms": {rows: round(cost(rows) * 1e3, 4) for rows in (1, 2, 4, 8, 16, 32)},
         "draft_ms_per_layer": round(meter.cost(1) * 1e3, 4),
         "nodes": best.nodes,
         "depth": best.depth,
