@@ -136,11 +136,13 @@ class _Gate:
 
 @dataclass
 class _SlotRecord:
-    """What is known of one slot: its own correction of path values, and per member its survival and its gate."""
+    """What is known of one slot: its own correction of path values, and per member its survival, its gate, and the
+    step in which it was last asked."""
 
     ratio: Ratio = field(default_factory=lambda: Ratio(0.97))
     survival: dict[str, Survival] = field(default_factory=dict)
     gates: dict[str, _Gate] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
 
     def gate(self, member: str, pause: int = _FIRST_PAUSE) -> _Gate:
         return self.gates.setdefault(member, _Gate(pause=pause))
@@ -158,6 +160,7 @@ class _MemberRecord:
         others: accepted tokens per verification that it did not propose.
         drafting: it drafted for some slot in the last step because that pays.
         free: it takes too little time to think about it.
+        steady: all slots that it is asked for now were drafted for in the step before.
         pause, longest_pause: where the back-off of a new slot begins, and its bound.
     """
 
@@ -170,6 +173,7 @@ class _MemberRecord:
     others: float = 0.0
     drafting: bool = True
     free: bool = True
+    steady: bool = False
     pause: int = _FIRST_PAUSE
     longest_pause: int = _PAUSES[0]
 
@@ -191,6 +195,7 @@ class AutoBudget:
         self._slots: dict[Slot, _SlotRecord] = {}
         self._draft_seconds = 0.0  # of this step
         self._asked: set[Slot] = set()  # slots drafted for in this step
+        self._step = 0
 
     @property
     def step_cost(self) -> StepCost | None:
@@ -198,6 +203,7 @@ class AutoBudget:
 
     def limits(self, drafter: Drafter, slots: Sequence[Slot], wanted: Sequence[int], prefill: Prefill) -> list[int]:
         self._draft_seconds = 0.0
+        self._step += 1
         asked: set[int] = set()
         deepest = 0
         for member in drafter.members:
@@ -206,6 +212,10 @@ class AutoBudget:
             member.depth_limit = depth if chosen else 0
             deepest = max(deepest, member.depth_limit)
             asked.update(chosen)
+            records = [self._slot(slots[i]) for i in chosen]
+            self._member(member.name).steady = all(r.asked.get(member.name) == self._step - 1 for r in records)
+            for record in records:
+                record.asked[member.name] = self._step
         drafter.depth_limit = deepest
         self._asked = {slots[i] for i in asked}
         return [count if i in asked else 1 for i, count in enumerate(wanted)]
@@ -266,7 +276,7 @@ class AutoBudget:
             record = self._member(member.name)
             own = rest / len(members) + (member.seconds if member is not drafter else 0.0)
             record.layers = max(record.layers, min(depth, member.depth_limit))
-            record.cost.observe(slots, min(depth, member.depth_limit), own)
+            record.cost.observe(slots, min(depth, member.depth_limit), own, steady=record.steady)
 
     def observe(self, rows: int, slots: int, seconds: float) -> None:
         self._cost.observe(rows, slots, seconds)
@@ -283,7 +293,7 @@ class AutoBudget:
         plain = line(rows)
         unit = member.cost(len(able))
         member.free = unit * max(member.layers, 1) <= FREE * plain
-        if member.layers == 0 and member.coverage > _MUTE:
+        if not member.cost.settled or (member.layers == 0 and member.coverage > _MUTE):
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
         probe = (0.0 if member.free else unit * _PROBE_DEPTH) + line(rows + _PROBE_NODES * len(slots)) - plain

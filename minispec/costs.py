@@ -124,19 +124,30 @@ class DraftCost:
     """Seconds that a proposal takes per layer of depth, by the number of slots that share it."""
 
     _RATE = 0.1
+    _FIRST = 3  # observations of which the least counts: the first calls warm something up
 
     def __init__(self) -> None:
         self._units: dict[int, tuple[float, int]] = {}  # power of two above the slots → (seconds, observations)
 
-    def observe(self, slots: int, depth: int, seconds: float) -> None:
-        """A proposal for ``slots`` slots, whose deepest tree had ``depth`` layers, took ``seconds``."""
+    @property
+    def settled(self) -> bool:
+        """Whether there is more than a first impression."""
+        return any(count >= self._FIRST for _, count in self._units.values())
+
+    def observe(self, slots: int, depth: int, seconds: float, *, steady: bool = True) -> None:
+        """A proposal for ``slots`` slots, whose deepest tree had ``depth`` layers, took ``seconds``.
+
+        Args:
+            steady: all of them were drafted for in the step before. Otherwise there was text to read first, and the
+                time says at most how much a layer takes.
+        """
         unit, key = seconds / max(depth, 1), (slots - 1).bit_length()
         mean, count = self._units.get(key, (unit, 0))
-        if count < 3:
-            mean = min(mean, unit)  # the first calls warm something up
+        if not steady or count < self._FIRST:
+            mean = min(mean, unit)
         else:
             mean += self._RATE * (min(max(unit, mean / 2), mean * 2) - mean)
-        self._units[key] = (mean, count + 1)
+        self._units[key] = (mean, count + steady)
 
     def __call__(self, slots: int) -> float:
         """Estimated seconds per layer; 0 before the first observation, so that there is one."""
