@@ -30,6 +30,7 @@ _PROBING = 0.01
 _PROBE_NODES = 4
 _PROBE_DEPTH = 2
 _SLOW = 0.05  # rate of the averages below
+_LONG_MEMORY = 0.99  # of what is known over all slots, per verification: it is where a new slot begins
 _MUTE = 0.02  # coverage of a drafter that was asked 76 times and never proposed anything
 
 
@@ -154,7 +155,7 @@ class _MemberRecord:
 
     Attributes:
         layers: deepest proposal so far.
-        width: nodes verified per layer of depth.
+        width: nodes verified per layer of depth, as far as walks reach it.
         coverage: share of the proposals it was asked for that held anything.
         alone: share of its accepted tokens that nobody else proposed.
         others: accepted tokens per verification that it did not propose.
@@ -165,7 +166,7 @@ class _MemberRecord:
     """
 
     cost: DraftCost = field(default_factory=DraftCost)
-    survival: Survival = field(default_factory=Survival)
+    survival: Survival = field(default_factory=lambda: Survival(_LONG_MEMORY))
     layers: int = 0
     width: float = 1.0
     coverage: float = 1.0
@@ -256,7 +257,9 @@ class AutoBudget:
             part, walk = tree.keep(nodes), Acceptance(path, acceptance.tokens[: len(path)])
             for survival in (member.survival, record.survival.setdefault(name, Survival())):
                 survival.learn(part, walk)
-            member.width += _SLOW * ((len(part) - 1) / max(part.depth) - member.width)
+            deep = max(part.depth)
+            reached = 1.0 + member.survival.gains(deep - 1)[-1]
+            member.width += _SLOW * ((len(part) - 1) / reached - member.width)
             member.others += _SLOW * (len(accepted) - len(path) + 1 - member.others)
             if len(path) > 1:
                 alone = sum(sources[node] == (name,) for node in accepted) / (len(path) - 1)
@@ -291,12 +294,12 @@ class AutoBudget:
         line = self._cost.line
         rows = prefill.rows + len(slots)
         plain = line(rows)
-        unit = member.cost(len(able))
-        member.free = unit * max(member.layers, 1) <= FREE * plain
+        member.free = member.cost(len(able), max(member.layers, 1)) <= FREE * plain
         if not member.cost.settled or (member.layers == 0 and member.coverage > _MUTE):
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
-        probe = (0.0 if member.free else unit * _PROBE_DEPTH) + line(rows + _PROBE_NODES * len(slots)) - plain
+        probe = 0.0 if member.free else member.cost(len(able), _PROBE_DEPTH)
+        probe += line(rows + _PROBE_NODES * len(slots)) - plain
         member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
             for gate in gates:
@@ -334,9 +337,11 @@ class AutoBudget:
         for depth in range(1, deepest + 1):
             order = sorted(range(len(able)), key=lambda n: -gains[n][depth])
             more = 0.0
+            nodes = 0.0  # of a layer as many as walks come to it
             for count, n in enumerate(order, 1):
                 more += share * gains[n][depth]
-                seconds = line(rows + count * depth * member.width) + depth * member.cost(count)
+                nodes += member.width * (1.0 + gains[n][depth - 1])
+                seconds = line(rows + nodes) + member.cost(count, depth)
                 if (rate := (tokens + more) / seconds) > best:
                     best, choice = rate, ([able[m] for m in order[:count]], depth)
         return choice

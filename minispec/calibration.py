@@ -74,14 +74,18 @@ class Calibration:
 
 
 class Survival:
-    """How often a walk goes on at each depth, where the tree offered it children."""
+    """How often a walk goes on at each depth, where the tree offered it children.
 
-    _MEMORY = 0.95
+    Args:
+        memory: what an observation weighs after each further one.
+    """
+
     _FADING = 0.98  # of layers that the tree no longer has: what was bad luck there is tried again some day
     _PRIOR = 2.0  # observations the wider estimate counts for
     _GUESS = 0.6
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = 0.95) -> None:
+        self._memory = memory
         self._tries: list[float] = []
         self._hits: list[float] = []
 
@@ -94,8 +98,8 @@ class Survival:
             if depth == len(self._tries):
                 self._tries.append(0.0)
                 self._hits.append(0.0)
-            self._tries[depth] = self._MEMORY * self._tries[depth] + 1
-            self._hits[depth] = self._MEMORY * self._hits[depth] + (len(acceptance.path) > depth + 1)
+            self._tries[depth] = self._memory * self._tries[depth] + 1
+            self._hits[depth] = self._memory * self._hits[depth] + (len(acceptance.path) > depth + 1)
 
     def gains(self, depth: int, wider: Survival | None = None) -> list[float]:
         """Expected accepted tokens of a tree of 0, 1, … ``depth`` layers.

@@ -121,38 +121,51 @@ class RunningCost:
 
 
 class DraftCost:
-    """Seconds that a proposal takes per layer of depth, by the number of slots that share it."""
+    """Seconds that a proposal takes, by its depth and by the number of slots that share it.
+
+    Reading what was accepted makes the first layer dearer than the others, so depths are measured apart; what lies
+    between or beyond those measured goes on in a straight line.
+    """
 
     _RATE = 0.1
     _FIRST = 3  # observations of which the least counts: the first calls warm something up
 
     def __init__(self) -> None:
-        self._units: dict[int, tuple[float, int]] = {}  # power of two above the slots → (seconds, observations)
+        # power of two above the slots → depth → (seconds, observations)
+        self._seconds: dict[int, dict[int, tuple[float, int]]] = {}
 
     @property
     def settled(self) -> bool:
         """Whether there is more than a first impression."""
-        return any(count >= self._FIRST for _, count in self._units.values())
+        return any(count >= self._FIRST for depths in self._seconds.values() for _, count in depths.values())
 
     def observe(self, slots: int, depth: int, seconds: float, *, steady: bool = True) -> None:
         """A proposal for ``slots`` slots, whose deepest tree had ``depth`` layers, took ``seconds``.
 
         Args:
             steady: all of them were drafted for in the step before. Otherwise there was text to read first, and the
-                time says at most how much a layer takes.
+                time says at most how much such a proposal takes.
         """
-        unit, key = seconds / max(depth, 1), (slots - 1).bit_length()
-        mean, count = self._units.get(key, (unit, 0))
+        depths, depth = self._seconds.setdefault((slots - 1).bit_length(), {}), max(depth, 1)
+        mean, count = depths.get(depth, (seconds, 0))
         if not steady or count < self._FIRST:
-            mean = min(mean, unit)
+            mean = min(mean, seconds)
         else:
-            mean += self._RATE * (min(max(unit, mean / 2), mean * 2) - mean)
-        self._units[key] = (mean, count + steady)
+            mean += self._RATE * (min(max(seconds, mean / 2), mean * 2) - mean)
+        depths[depth] = (mean, count + steady)
 
-    def __call__(self, slots: int) -> float:
-        """Estimated seconds per layer; 0 before the first observation, so that there is one."""
-        if not self._units:
+    def __call__(self, slots: int, depth: int = 1) -> float:
+        """Estimated seconds; 0 before the first observation, so that there is one."""
+        if not self._seconds:
             return 0.0
         key = (slots - 1).bit_length()
         # an unmeasured number of slots costs what the nearest measured one does
-        return self._units[min(self._units, key=lambda known: abs(known - key))][0]
+        depths = self._seconds[min(self._seconds, key=lambda known: abs(known - key))]
+        if depth in depths:
+            return depths[depth][0]
+        near = sorted(depths, key=lambda known: abs(known - depth))[:2]
+        first = depths[near[0]][0]
+        if len(near) == 1:
+            return first * depth / near[0]
+        slope = max((depths[near[1]][0] - first) / (near[1] - near[0]), 0.0)
+        return max(first + slope * (depth - near[0]), 0.0)

@@ -294,15 +294,26 @@ def test_whatever_is_observed_a_step_costs_something(steps):
 
 def test_the_cost_of_drafting_forgets_its_first_call():
     cost = DraftCost()
-    assert cost(1) == 0
+    assert cost(1) == 0 and not cost.settled
     cost.observe(1, 4, 400.0)
     cost.observe(1, 4, 8.0)
-    assert cost(1) == 2.0
+    assert cost(1) == 2.0 and cost(1, 4) == 8.0  # as long as one depth was seen, every layer costs the same
     for _ in range(80):
         cost.observe(1, 2, 6.0)
-    assert cost(1) == pytest.approx(3.0, rel=0.05) and cost(8) == cost(1)
+    assert cost(1, 2) == pytest.approx(6.0) and cost(8, 2) == cost(1, 2) and cost.settled
+    assert [cost(1, depth) for depth in (1, 3, 6)] == pytest.approx([5.0, 7.0, 10.0])  # the first is dearer
     cost.observe(8, 1, 9.0)
-    assert cost(8) == 9.0 and cost(1) < 4
+    assert cost(8) == 9.0 and cost(1) == pytest.approx(5.0)
+
+
+def test_text_that_had_to_be_read_first_does_not_make_drafting_dearer():
+    cost = DraftCost()
+    for _ in range(3):
+        cost.observe(1, 2, 4.0)
+    cost.observe(1, 2, 50.0, steady=False)
+    assert cost(1, 2) == 4.0
+    cost.observe(1, 2, 3.0, steady=False)
+    assert cost(1, 2) == 3.0
 
 
 # ------------------------------------------------------------------------------------------------------- calibration
