@@ -31,6 +31,7 @@ _PROBE_NODES = 4
 _PROBE_DEPTH = 2
 _SLOW = 0.05  # rate of the averages below
 _LONG_MEMORY = 0.99  # of what is known over all slots, per verification: it is where a new slot begins
+_LEAST_HIT = 0.3  # of what is reached, what another layer is reckoned to gain at least
 _MUTE = 0.02  # coverage of a drafter that was asked 76 times and never proposed anything
 
 
@@ -161,6 +162,7 @@ class _MemberRecord:
         others: accepted tokens per verification that it did not propose.
         drafting: it drafted for some slot in the last step because that pays.
         free: it takes too little time to think about it.
+        least_gain: what a further layer must promise (``Drafter.least_gain``).
         steady: all slots that it is asked for now were drafted for in the step before.
         pause, longest_pause: where the back-off of a new slot begins, and its bound.
     """
@@ -174,6 +176,7 @@ class _MemberRecord:
     others: float = 0.0
     drafting: bool = True
     free: bool = True
+    least_gain: float = 0.0
     steady: bool = False
     pause: int = _FIRST_PAUSE
     longest_pause: int = _PAUSES[0]
@@ -211,6 +214,7 @@ class AutoBudget:
             able = [i for i, slot in enumerate(slots) if wanted[i] > 1 and slot.request.may_draft(member.name)]
             chosen, depth = self._choose(member.name, slots, able, prefill) if able else ([], 0)
             member.depth_limit = depth if chosen else 0
+            member.least_gain = self._member(member.name).least_gain
             deepest = max(deepest, member.depth_limit)
             asked.update(chosen)
             records = [self._slot(slots[i]) for i in chosen]
@@ -290,6 +294,7 @@ class AutoBudget:
     def _choose(self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill) -> tuple[list[int], int]:
         """For which of the ``able`` slots a member drafts, and how deep."""
         member = self._member(name)
+        member.least_gain = 0.0
         gates = [self._slot(slots[i]).gate(name, member.pause) for i in able]
         line = self._cost.line
         rows = prefill.rows + len(slots)
@@ -306,8 +311,13 @@ class AutoBudget:
                 if gate.dormant:
                     gate.waited += 1
             return [i for i, gate in zip(able, gates, strict=True) if not gate.dormant], MAX_NODES
-        chosen, depth = self._best(name, slots, able, prefill)
+        chosen, depth, rate = self._best(name, slots, able, prefill)
         member.drafting = bool(chosen)
+        if chosen:
+            # as deep as the drafter is sure of what it says: an average says little of the text at hand
+            layer = member.cost(len(chosen), depth + 1) - member.cost(len(chosen), depth)
+            member.least_gain = rate * layer / max(member.survival.gains(1)[1], _LEAST_HIT)
+            depth = MAX_NODES
         for i, gate in zip(able, gates, strict=True):
             if i in chosen:
                 gate.pays()
@@ -323,8 +333,10 @@ class AutoBudget:
                     chosen.append(i)
         return chosen, depth
 
-    def _best(self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill) -> tuple[list[int], int]:
-        """The slots and the depth with the most tokens per second; none if plain decoding has."""
+    def _best(
+        self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill
+    ) -> tuple[list[int], int, float]:
+        """The slots and the depth with the most tokens per second, and that rate; none if plain decoding has."""
         member, line = self._member(name), self._cost.line
         deepest = member.layers + 1  # a layer more than ever was tried, if the survival so far promises that it pays
         share = member.alone * member.coverage
@@ -333,7 +345,7 @@ class AutoBudget:
         ]
         tokens, rows = len(slots) + prefill.tokens + member.others * len(able), prefill.rows + len(slots)
         best = tokens / line(rows) * (1.0 if member.drafting else _MARGIN)
-        choice: tuple[list[int], int] = ([], 0)
+        choice: tuple[list[int], int] = ([], 0)  # slots and depth
         for depth in range(1, deepest + 1):
             order = sorted(range(len(able)), key=lambda n: -gains[n][depth])
             more = 0.0
@@ -344,7 +356,7 @@ class AutoBudget:
                 seconds = line(rows + nodes) + member.cost(count, depth)
                 if (rate := (tokens + more) / seconds) > best:
                     best, choice = rate, ([able[m] for m in order[:count]], depth)
-        return choice
+        return *choice, best
 
     def _judge(
         self, drafter: Drafter, slot: Slot, tree: DraftTree, sources: Sequence[Source], any_kept: bool

@@ -47,6 +47,14 @@ class Drafter(Protocol):
     def depth_limit(self, depth: int) -> None: ...
 
     @property
+    def least_gain(self) -> float:
+        """How many accepted tokens a further layer must promise, over all slots together, to be grown; set like
+        ``depth_limit``. So a tree grows deep where its drafter is sure, and ends early where it is not."""
+
+    @least_gain.setter
+    def least_gain(self, tokens: float) -> None: ...
+
+    @property
     def seconds(self) -> float:
         """What its part of the last proposal took; a union measures its members, the engine everybody else."""
 
@@ -100,6 +108,7 @@ class BaseDrafter:
     taps: tuple[int, ...] = ()
     invalid: int = 0
     depth_limit: int = MAX_NODES
+    least_gain: float = 0.0
     seconds: float = 0.0
     runners: Sequence[ModelRunner | HeadRunner] = ()
 

@@ -56,6 +56,11 @@ class Growth:
     rows: dict[int, int] = field(default_factory=dict)
     ranks: list[Ranks] = field(default_factory=lambda: [()])
 
+    @property
+    def reached(self) -> float:
+        """How likely a walk comes to the frontier, by the drafter's own reckoning: no further layer gains more."""
+        return sum(math.exp(self.values[node]) for node in self.frontier)
+
     def span(self, pages: Sequence[int], num_cached: int) -> Span:
         """The frontier as rows behind the nodes run before; all are sampled.
 
@@ -248,7 +253,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         for depth in range(1, layers + 1):
             # a layer pays only if its nodes can be both kept and used: the tokens of a walk are one more than its depth
             growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
-            if not growing or depth == layers:
+            if not growing or depth == layers or sum(g.reached for g in growing) < self.least_gain:
                 break
             self._add_children(growing, self._run(growing))
         return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
