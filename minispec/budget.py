@@ -281,9 +281,11 @@ class AutoBudget:
         rest = max(seconds - sum(member.seconds for member in members if member is not drafter), 0.0)
         for member in members:
             record = self._member(member.name)
-            own = rest / len(members) + (member.seconds if member is not drafter else 0.0)
-            record.layers = max(record.layers, min(depth, member.depth_limit))
-            record.cost.observe(slots, min(depth, member.depth_limit), own, steady=record.steady)
+            own, layers = rest / len(members), depth
+            if member is not drafter:
+                own, layers = own + member.seconds, member.grown
+            record.layers = max(record.layers, layers)
+            record.cost.observe(slots, layers, own, steady=record.steady)
 
     def observe(self, rows: int, slots: int, seconds: float) -> None:
         self._cost.observe(rows, slots, seconds)
@@ -314,10 +316,9 @@ class AutoBudget:
         chosen, depth, rate = self._best(name, slots, able, prefill)
         member.drafting = bool(chosen)
         if chosen:
-            # as deep as the drafter is sure of what it says: an average says little of the text at hand
+            # an average says little of the text at hand: a drafter that knows how sure it is goes by that
             layer = member.cost(len(chosen), depth + 1) - member.cost(len(chosen), depth)
             member.least_gain = rate * layer / max(member.survival.gains(1)[1], _LEAST_HIT)
-            depth = MAX_NODES
         for i, gate in zip(able, gates, strict=True):
             if i in chosen:
                 gate.pays()

@@ -167,5 +167,6 @@ class DraftCost:
         first = depths[near[0]][0]
         if len(near) == 1:
             return first * depth / near[0]
-        slope = max((depths[near[1]][0] - first) / (near[1] - near[0]), 0.0)
+        # noise must not make layers free
+        slope = max((depths[near[1]][0] - first) / (near[1] - near[0]), first / near[0] / 2)
         return max(first + slope * (depth - near[0]), 0.0)

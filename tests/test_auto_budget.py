@@ -301,9 +301,9 @@ def test_the_cost_of_drafting_forgets_its_first_call():
     for _ in range(80):
         cost.observe(1, 2, 6.0)
     assert cost(1, 2) == pytest.approx(6.0) and cost(8, 2) == cost(1, 2) and cost.settled
-    assert [cost(1, depth) for depth in (1, 3, 6)] == pytest.approx([5.0, 7.0, 10.0])  # the first is dearer
+    assert [cost(1, depth) for depth in (1, 3, 6)] == pytest.approx([4.5, 7.0, 10.0])  # the first is dearer
     cost.observe(8, 1, 9.0)
-    assert cost(8) == 9.0 and cost(1) == pytest.approx(5.0)
+    assert cost(8) == 9.0 and cost(1) == pytest.approx(4.5)
 
 
 def test_text_that_had_to_be_read_first_does_not_make_drafting_dearer():

@@ -49,7 +49,8 @@ class Drafter(Protocol):
     @property
     def least_gain(self) -> float:
         """How many accepted tokens a further layer must promise, over all slots together, to be grown; set like
-        ``depth_limit``. So a tree grows deep where its drafter is sure, and ends early where it is not."""
+        ``depth_limit``. Where it is not 0, a drafter that grows layer by layer goes by it instead of by the limit: deep
+        where it is sure, and not where it is not."""
 
     @least_gain.setter
     def least_gain(self, tokens: float) -> None: ...
@@ -60,6 +61,13 @@ class Drafter(Protocol):
 
     @seconds.setter
     def seconds(self, seconds: float) -> None: ...
+
+    @property
+    def grown(self) -> int:
+        """How many layers its part of the last proposal had; set together with ``seconds``."""
+
+    @grown.setter
+    def grown(self, layers: int) -> None: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -110,6 +118,7 @@ class BaseDrafter:
     depth_limit: int = MAX_NODES
     least_gain: float = 0.0
     seconds: float = 0.0
+    grown: int = 0
     runners: Sequence[ModelRunner | HeadRunner] = ()
 
     @property

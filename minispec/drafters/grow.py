@@ -249,7 +249,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             if count > 1
         }
         growing = self._catch_up(list(growths.values()))
-        layers = min(self._depth, self.depth_limit)
+        layers = self._depth if self.least_gain else min(self._depth, self.depth_limit)
         for depth in range(1, layers + 1):
             # a layer pays only if its nodes can be both kept and used: the tokens of a walk are one more than its depth
             growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]

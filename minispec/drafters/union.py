@@ -96,7 +96,7 @@ class UnionDrafter(BaseDrafter):
                 continue
             begin = time.perf_counter()
             trees = member.propose(*zip(*asked, strict=True))
-            member.seconds = time.perf_counter() - begin
+            member.seconds, member.grown = time.perf_counter() - begin, max(max(tree.depth) for tree in trees)
             for (slot, _), tree in zip(asked, trees, strict=True):
                 proposals[slot].append((m, tree))
         return [self._merge(slot, proposals[slot], count) for slot, count in zip(slots, max_nodes, strict=True)]
