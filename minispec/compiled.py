@@ -29,7 +29,9 @@ from minispec.memory import give_back_memory
 from minispec.model.llama import Llama
 from minispec.native import build
 from minispec.native.library import Library, Team
+from minispec.native.sampling import NativeSampling
 from minispec.runner import CompileState, ModelRunner, Phase, resolve_dtype
+from minispec.sampling import Noise
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class SlowerError(Exception):
 
 
 class Compilation:
-    """Brings the compiled step to runners that share an engine: a target, its draft models and heads.
+    """Brings the compiled step to runners that share an engine: a target, its draft models and heads, and its noise.
 
     Attributes:
         state: progress.
@@ -57,6 +59,7 @@ class Compilation:
         runners: the target's, which decides whether it is used at all; behind it drafts', each for itself.
         threads: of the step; None is what torch uses.
         cached: the library; None is this machine's.
+        noise: what the target's tokens are drawn with; with the target's step it, too, is computed by the library.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Compilation:
         *,
         threads: int | None = None,
         cached: Path | None = None,
+        noise: Noise | None = None,
     ) -> None:
         target, *self._drafts = runners
         assert isinstance(target, ModelRunner)
@@ -72,6 +76,7 @@ class Compilation:
         self.state = target.compile_state
         self._threads = threads or torch.get_num_threads()
         self._path = cached
+        self._noise = noise
 
     def start(self, *, wait: bool = False) -> CompileState:
         """Switch at once if the library is cached; else begin in the background and return, or ``wait`` for it."""
@@ -131,6 +136,8 @@ class Compilation:
             self._end(Phase.FAILED, f"{type(error).__name__}: {error}", "WARNING")
             return
         self.state.eager_ms, self.state.compiled_ms = milliseconds["eager"], milliseconds["compiled"]
+        if self._noise is not None:
+            self._noise.native = NativeSampling(team)
         for draft in self._drafts:
             self._adopt_draft(candidate_for(draft), team, packer)
         give_back_memory()  # the weights as they were

@@ -93,7 +93,7 @@ def load_engine(config: EngineConfig) -> Engine:
     drafter = draft.make(runner, noise, pages, config.prefix_cache)
     if config.compile == "auto" and device.type == "cpu":
         drafting = [own for member in drafter.members for own in member.runners]
-        compilation = Compilation([runner, *(own for own in drafting if own.device == device)])
+        compilation = Compilation([runner, *(own for own in drafting if own.device == device)], noise=noise)
         # a request that began eagerly and went on compiled would not be what it is alone
         compilation.start(wait=config.deterministic)
     eager = device.type == "cpu" and runner.compile_state.phase in (Phase.OFF, Phase.UNSUPPORTED)

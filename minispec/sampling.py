@@ -21,6 +21,7 @@ from torch import Tensor
 from minispec.upload import upload
 
 if TYPE_CHECKING:
+    from minispec.native.sampling import NativeSampling
     from minispec.request import Request
 
 _ROUNDS = 7  # enough to pass BigCrush: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2
@@ -88,7 +89,14 @@ def _gumbel_of(words: Tensor) -> Tensor:
 
 
 class Noise:
-    """Keyed noise with the most recent positions kept, since drafting, verification and redrafting meet them again."""
+    """Keyed noise with the most recent positions kept, since drafting, verification and redrafting meet them again.
+
+    Attributes:
+        native: the compiled library, once it is in use on a CPU, for the noise and for what is drawn with it; values
+            are the same, so it may be set while requests run.
+    """
+
+    native: NativeSampling | None = None
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", max_bytes: int = 1 << 25) -> None:
         self.vocab_size = vocab_size
@@ -99,18 +107,24 @@ class Noise:
 
     def rows(self, keys: Sequence[tuple[int, int]]) -> Tensor:
         """Noise for (seed, position) pairs: [len(keys), vocab_size] float32."""
+        return torch.stack(self.each(keys))
+
+    def each(self, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """``rows`` without a copy, [vocab_size] each; not to be changed."""
         missing = list(dict.fromkeys(key for key in keys if key not in self._rows))
         if missing:
             self._rows.update(zip(missing, self._compute(missing), strict=True))
         for key in keys:
             self._rows.move_to_end(key)
-        noise = torch.stack([self._rows[key] for key in keys])
+        noise = [self._rows[key] for key in keys]
         while len(self._rows) > self._max_rows:
             self._rows.popitem(last=False)
         return noise
 
     def at(self, keys: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
         """Noise of some tokens only: [len(keys), k] float32 for tokens [len(keys), k] int64."""
+        if self.native is not None:
+            return self.native.gumbel_at(keys, tokens)
         pairs = torch.tensor(keys, dtype=torch.int64, device=tokens.device)
         return gumbel_at(pairs[:, 0], pairs[:, 1], tokens)
 
@@ -118,6 +132,8 @@ class Noise:
         if torch.device(self.device).type != "cpu":
             pairs = torch.tensor(keys, dtype=torch.int64, device=self.device)
             return gumbel(pairs[:, 0], pairs[:, 1], self.vocab_size)
+        if self.native is not None:
+            return self.native.gumbel(keys, self.vocab_size)
         if self._generator is None:
             self._generator = _RowGenerator(self.vocab_size)
         return [self._generator(*key) for key in keys]
@@ -134,11 +150,12 @@ class NoiseOf(Noise):
     def __init__(self, noise: Noise, ids: Tensor) -> None:
         super().__init__(len(ids), noise.device)
         self._noise, self._ids = noise, ids
+        self.native = noise.native
 
-    def rows(self, keys: Sequence[tuple[int, int]]) -> Tensor:
-        # nodes of one depth share theirs
-        narrow = {key: self._noise.rows([key])[0].index_select(0, self._ids) for key in dict.fromkeys(keys)}
-        return torch.stack([narrow[key] for key in keys])
+    def _compute(self, keys: Sequence[tuple[int, int]]) -> Iterable[Tensor]:
+        if self.native is not None:
+            return self.native.gumbel_at(keys, self._ids)
+        return [self._noise.rows([key])[0].index_select(0, self._ids) for key in keys]
 
     def at(self, keys: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
         return self._noise.at(keys, self._ids[tokens])

@@ -44,6 +44,8 @@ def top_children_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, k: i
     logits = logits.float()
     if sampling.greedy:
         return top_logprobs_ref(logits, k)
+    if noise.native is not None:
+        return noise.native.top_children(logits, sampling, noise, k)
     tokens = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
     values = torch.empty((logits.shape[0], k), device=logits.device)
     sampled = sampling.temperature > 0

@@ -80,37 +80,4 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
   d.logits(m, es.step);
 }
 
-// The k best of a row, best first and equal ones in the order of their indices, with their log-probabilities. Their ids
-// are what `names` has under their indices, or these if it is null. A row that is
-// not finite has NaN for values; where fewer than k tokens are possible the rest has -inf.
-inline void best_of(const float* logits, int vocab, int k, const int64_t* names, int64_t* ids, float* values) {
-  __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-  int count = 0;
-  float lowest = -INFINITY;  // what a logit must exceed
-  for (int i = 0; i < vocab; i += 16) {
-    const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(vocab - i), logits + i);
-    top = _mm512_max_ps(top, v);
-    for (uint32_t m = _mm512_cmp_ps_mask(v, _mm512_set1_ps(lowest), _CMP_GT_OQ); m; m &= m - 1) {
-      const int id = i + __builtin_ctz(m);
-      if (!(logits[id] > lowest)) continue;
-      int at = std::min(count, k - 1);
-      for (; at > 0 && values[at - 1] < logits[id]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
-      values[at] = logits[id], ids[at] = id;
-      count = std::min(count + 1, k);
-      if (count == k) lowest = values[k - 1];
-    }
-  }
-  const float highest = _mm512_reduce_max_ps(top);
-  for (int i = 0; i < vocab; i += 16) {
-    const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(vocab - i), logits + i);
-    sum = _mm512_add_ps(sum, exp512(_mm512_sub_ps(v, _mm512_set1_ps(highest))));
-  }
-  // NaN and infinity end up in the sum
-  const float total = highest + std::log(_mm512_reduce_add_ps(sum));
-  for (int i = count; i < k; ++i) ids[i] = 0, values[i] = -INFINITY;
-  if (names)
-    for (int i = 0; i < k; ++i) ids[i] = names[ids[i]];
-  for (int i = 0; i < k; ++i) values[i] = std::isfinite(total) ? values[i] - total : NAN;
-}
-
 }  // namespace minispec

@@ -136,6 +136,18 @@ class EagleStepStruct(ctypes.Structure):
     )
 
 
+class DrawsStruct(ctypes.Structure):
+    """How rows are drawn; see choose.h."""
+
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("noise", POINTER(c_void_p)),
+    )
+
+
 class Library:
     """The functions of a compiled library.
 
@@ -171,6 +183,19 @@ class Library:
         self.best = lib.minispec_best
         self.best.argtypes = [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]
         self.best.restype = None
+        self.children = lib.minispec_children
+        self.children.argtypes = [
+            c_void_p, POINTER(DrawsStruct), c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p
+        ]  # fmt: skip
+        self.children.restype = None
+        self.sample = lib.minispec_sample
+        self.sample.argtypes = [c_void_p, POINTER(DrawsStruct), c_void_p, c_int, c_int, c_void_p]
+        self.sample.restype = None
+        self.gumbel = lib.minispec_gumbel
+        self.gumbel.argtypes, self.gumbel.restype = [c_void_p, c_void_p, c_int, c_int, c_void_p], None
+        self.gumbel_at = lib.minispec_gumbel_at
+        self.gumbel_at.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p]
+        self.gumbel_at.restype = None
 
 
 class Team:

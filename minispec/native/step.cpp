@@ -2,7 +2,9 @@
 // (minispec/batch.py), Batch is here. Compiled on the machine it runs on and called through ctypes; see build.py.
 #include <memory>
 
+#include "choose.h"
 #include "eagle.h"
+#include "noise.h"
 
 using namespace minispec;
 
@@ -10,7 +12,7 @@ namespace {
 
 class Runner {
  public:
-  explicit Runner(int threads) : decoder_(threads), pool_(decoder_.pool) {}
+  explicit Runner(int threads) : decoder_(threads), pool_(decoder_.pool), scorers_(threads) {}
 
   void forward(const Model& m, const Step& s) {
     const std::lock_guard<std::mutex> alone(alone_);
@@ -32,6 +34,51 @@ class Runner {
       pool_.phase(rows, [&](int r) {
         best_of(logits + static_cast<int64_t>(r) * vocab, vocab, k, names, ids + static_cast<int64_t>(r) * k,
                 values + static_cast<int64_t>(r) * k);
+      });
+    });
+  }
+
+  void children(const Draws& draws, const float* logits, int rows, int vocab, int k, const int64_t* names, int64_t* ids,
+                float* values) {
+    const std::lock_guard<std::mutex> alone(alone_);
+    pool_.run([&](int thread) {
+      pool_.phase(rows, [&](int r) {
+        const float* scores = scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab);
+        best_of(scores, vocab, k, names, ids + static_cast<int64_t>(r) * k, values + static_cast<int64_t>(r) * k);
+      });
+    });
+  }
+
+  void sample(const Draws& draws, const float* logits, int rows, int vocab, int64_t* ids) {
+    const std::lock_guard<std::mutex> alone(alone_);
+    pool_.run([&](int thread) {
+      pool_.phase(rows, [&](int r) {
+        float score;
+        top_of(scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab), vocab, 1, ids + r, &score);
+      });
+    });
+  }
+
+  void gumbel(const int64_t* keys, int rows, int vocab, float* noise) {
+    const std::lock_guard<std::mutex> alone(alone_);
+    const int chunk = 4096, chunks = (vocab + chunk - 1) / chunk;
+    pool_.run([&](int) {
+      pool_.phase(rows * chunks, [&](int task) {
+        const int r = task / chunks, first = task % chunks * chunk;
+        gumbel_row(keys[2 * r], keys[2 * r + 1], first, std::min(chunk, vocab - first),
+                   noise + static_cast<int64_t>(r) * vocab + first);
+      });
+    });
+  }
+
+  void gumbel_at(const int64_t* keys, const int64_t* tokens, int64_t stride, int rows, int k, float* noise) {
+    const std::lock_guard<std::mutex> alone(alone_);
+    const int chunk = 1024, chunks = (k + chunk - 1) / chunk;
+    pool_.run([&](int) {
+      pool_.phase(rows * chunks, [&](int task) {
+        const int r = task / chunks, first = task % chunks * chunk;
+        minispec::gumbel_at(keys[2 * r], keys[2 * r + 1], tokens + r * stride + first, std::min(chunk, k - first),
+                            noise + static_cast<int64_t>(r) * k + first);
       });
     });
   }
@@ -110,6 +157,7 @@ class Runner {
   Pool& pool_;
   EagleRows eagle_;
   Rows<float> given_;
+  std::vector<Scorer> scorers_;
 };
 
 float random_bf16(unsigned& seed) {  // a multiple of 1/16 in [-1, 1)
@@ -185,5 +233,27 @@ void minispec_eagle(Runner* runner, const Eagle* head, const EagleStep* step) { 
 void minispec_best(Runner* runner, const float* logits, int rows, int vocab, int k, const int64_t* names, int64_t* ids,
                    float* values) {
   runner->best(logits, rows, vocab, k, names, ids, values);
+}
+
+// The same of rows as they are drawn.
+void minispec_children(Runner* runner, const Draws* draws, const float* logits, int rows, int vocab, int k,
+                       const int64_t* names, int64_t* ids, float* values) {
+  runner->children(*draws, logits, rows, vocab, k, names, ids, values);
+}
+
+// logits [rows, vocab]; ids [rows], some of them where a row is not finite.
+void minispec_sample(Runner* runner, const Draws* draws, const float* logits, int rows, int vocab, int64_t* ids) {
+  runner->sample(*draws, logits, rows, vocab, ids);
+}
+
+// keys [rows, 2], seed and position; noise [rows, vocab].
+void minispec_gumbel(Runner* runner, const int64_t* keys, int rows, int vocab, float* noise) {
+  runner->gumbel(keys, rows, vocab, noise);
+}
+
+// tokens [rows, k], or [k] for all rows with a stride of 0; noise [rows, k].
+void minispec_gumbel_at(Runner* runner, const int64_t* keys, const int64_t* tokens, int64_t stride, int rows, int k,
+                        float* noise) {
+  runner->gumbel_at(keys, tokens, stride, rows, k, noise);
 }
 }
