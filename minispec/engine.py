@@ -129,6 +129,7 @@ class Engine:
         self._clock = clock
         budget = FixedBudget() if step_cost is None else AutoBudget(step_cost)
         self._drafting = Drafting(drafter, budget, self.stats, clock, self._at)
+        self._noise = noise
         self._sampler = Sampler(noise)
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer, runner.vocab_size, eos_ids) if tokenizer is not None else None
@@ -361,9 +362,10 @@ class Engine:
     ) -> Tensor:
         """The target's tokens, [samples] int64, with NO_TOKEN after rows without finite logits."""
         everyone = [*first, *(request for request, _ in decoding)]
-        if logits.device.type == "cpu" and all(request.params.greedy for request in everyone):
+        greedy = logits.device.type == "cpu" and all(request.params.greedy for request in everyone)
+        if greedy or self._noise.native is not None:
             samples = self._sampler(logits, first, decoding)
-            # of a row with NaN or infinities argmax takes one of those, so only the logits taken need a look
+            # of a row with NaN or infinities one of those is taken, so only the logits taken need a look
             return without_tokens(samples, logits.gather(-1, samples[:, None])[:, 0].isfinite())
         finite = finite_rows(logits)
         return without_tokens(self._sampler(drawable(logits, finite), first, decoding), finite)

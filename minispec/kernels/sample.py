@@ -54,10 +54,10 @@ def sample_ref(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: Log
 
 def _draw(logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
     """Each kind of row the cheapest way: greedy ones need no noise, truncated ones noise for their support only."""
-    if sampling.greedy:
-        return argmax(logits)
     if noise.native is not None:
         return noise.native.sample(logits, sampling, noise)
+    if sampling.greedy:
+        return argmax(logits)
     sampled = sampling.temperature > 0
     limited = sampled & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -32,6 +32,22 @@ inline void top_of(const float* row, int vocab, int k, int64_t* ids, float* valu
   for (int i = count; i < k; ++i) ids[i] = 0, values[i] = -INFINITY;
 }
 
+// The index of the largest, the first of equals, or of the first NaN.
+inline int64_t argmax(const float* x, int n) {
+  int64_t id = 0;
+  float best = -INFINITY;
+  for (int i = 0; i < n; i += 16) {
+    const __m512 v = load_or_none(x + i, n - i);
+    uint32_t m = _mm512_cmp_ps_mask(v, _mm512_set1_ps(best), _CMP_NLE_UQ);
+    for (; m; m &= m - 1) {
+      const int at = i + __builtin_ctz(m);
+      if (std::isnan(x[at])) return at;
+      if (x[at] > best) best = x[at], id = at;
+    }
+  }
+  return id;
+}
+
 // Sum of e^(x - shift) over n floats.
 inline float sum_exp(const float* x, int n, float shift) {
   __m512 sum = _mm512_setzero_ps();

@@ -48,7 +48,8 @@ class NativeSampling:
         return noise
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
-        """``kernels.sample`` without edits; arguments and result as there."""
+        """``kernels.sample`` without edits; arguments and result as there. Of a row that is not finite it is a token
+        whose logit is not."""
         logits = logits.float().contiguous()
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)

@@ -53,8 +53,7 @@ class Runner {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int thread) {
       pool_.phase(rows, [&](int r) {
-        float score;
-        top_of(scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab), vocab, 1, ids + r, &score);
+        ids[r] = argmax(scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab), vocab);
       });
     });
   }
@@ -241,7 +240,7 @@ void minispec_children(Runner* runner, const Draws* draws, const float* logits, 
   runner->children(*draws, logits, rows, vocab, k, names, ids, values);
 }
 
-// logits [rows, vocab]; ids [rows], some of them where a row is not finite.
+// logits [rows, vocab]; ids [rows], of a logit that is not finite where a row is not.
 void minispec_sample(Runner* runner, const Draws* draws, const float* logits, int rows, int vocab, int64_t* ids) {
   runner->sample(*draws, logits, rows, vocab, ids);
 }

@@ -156,7 +156,7 @@ def test_a_row_depends_on_itself_alone(native: NativeSampling) -> None:
         assert torch.equal(own_tokens[0], tokens[i]) and torch.equal(own_values[0], values[i])
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("limits", [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_rows_that_are_not_finite(limits: dict[str, float], native: NativeSampling) -> None:
     """They have no values, and harm nobody."""
     logits = torch.randn((6, 200), generator=torch.Generator().manual_seed(2))
@@ -164,10 +164,11 @@ def test_rows_that_are_not_finite(limits: dict[str, float], native: NativeSampli
     logits[1, 5] = float("nan")
     logits[2, 9] = float("inf")
     logits[3] = float("-inf")
-    sampling = batch([{"temperature": 0.8, **limits}] * 6)
+    sampling = batch([{"temperature": 0.8} | limits] * 6)
     tokens, values = native.top_children(logits, sampling, Noise(200), 4)
     assert values[:4].isnan().all() and values[4:].isfinite().all()
     drawn = native.sample(logits, sampling, Noise(200))
     assert ((tokens >= 0) & (tokens < 200)).all() and ((drawn >= 0) & (drawn < 200)).all()
     rest = torch.arange(4, 6)
+    assert not logits.gather(-1, drawn[:, None])[:4].isfinite().any()
     assert torch.equal(drawn[4:], native.sample(logits[4:], sampling.select(rest), Noise(200)))
