@@ -94,9 +94,11 @@ class Noise:
     Attributes:
         native: the compiled library, once it is in use on a CPU, for the noise and for what is drawn with it; values
             are the same, so it may be set while requests run.
+        names: [vocab_size] int64, the tokens whose noise it is; None where they are the indices.
     """
 
     native: NativeSampling | None = None
+    names: Tensor | None = None
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", max_bytes: int = 1 << 25) -> None:
         self.vocab_size = vocab_size
@@ -147,18 +149,20 @@ class NoiseOf(Noise):
         ids: [n] int64, whose noise it is.
     """
 
+    names: Tensor
+
     def __init__(self, noise: Noise, ids: Tensor) -> None:
         super().__init__(len(ids), noise.device)
-        self._noise, self._ids = noise, ids
+        self._noise, self.names = noise, ids
         self.native = noise.native
 
     def _compute(self, keys: Sequence[tuple[int, int]]) -> Iterable[Tensor]:
         if self.native is not None:
-            return self.native.gumbel_at(keys, self._ids)
-        return [self._noise.rows([key])[0].index_select(0, self._ids) for key in keys]
+            return self.native.gumbel_at(keys, self.names)
+        return [self._noise.rows([key])[0].index_select(0, self.names) for key in keys]
 
     def at(self, keys: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
-        return self._noise.at(keys, self._ids[tokens])
+        return self._noise.at(keys, self.names[tokens])
 
 
 class _RowGenerator:

@@ -6,7 +6,7 @@
 #include <functional>
 #include <vector>
 
-#include "vec.h"
+#include "noise.h"
 
 namespace minispec {
 
@@ -74,7 +74,9 @@ struct Draws {
   const float* temperature;  // 0 is greedy
   const int64_t* top_k;      // 0 is off
   const float *top_p, *min_p;
-  const float* const* noise;  // per row [vocab]; not read where the temperature is 0
+  const int64_t* keys;        // [rows, 2], seed and position
+  const int64_t* names;       // [vocab], whose noise it is; null where they are the indices
+  const float* const* noise;  // per row [vocab]; not read in rows that are greedy or limited
 };
 
 // Scores of rows; the memory of one thread.
@@ -100,19 +102,37 @@ class Scorer {
       const __m512 below = _mm512_sub_ps(load_or_none(row + i, vocab - i), _mm512_set1_ps(best));
       _mm512_storeu_ps(&scores_[i], _mm512_div_ps(below, _mm512_set1_ps(temperature)));
     }
-    float floor = std::log(draws.min_p[r]);  // log 0 = -inf: off
-    if (draws.top_k[r] > 0 && draws.top_k[r] < vocab) floor = std::max(floor, ranked(draws.top_k[r]));
-    if (draws.top_p[r] < 1.0f) floor = nucleus(floor, draws.top_p[r]);
-    for (int i = 0; i < vocab; i += 16) {
-      const __m512 v = _mm512_loadu_ps(&scores_[i]);
-      const __mmask16 inside = _mm512_cmp_ps_mask(v, _mm512_set1_ps(floor), _CMP_GE_OQ);
-      const __m512 noisy = _mm512_add_ps(v, _mm512_maskz_loadu_ps(lanes(vocab - i), draws.noise[r] + i));
-      _mm512_storeu_ps(&scores_[i], _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), inside, noisy));
+    if (draws.top_k[r] > 0 || draws.top_p[r] < 1.0f || draws.min_p[r] > 0.0f) {
+      float floor = std::log(draws.min_p[r]);  // log 0 = -inf: off
+      if (draws.top_k[r] > 0 && draws.top_k[r] < vocab) floor = std::max(floor, ranked(draws.top_k[r]));
+      if (draws.top_p[r] < 1.0f) floor = nucleus(floor, draws.top_p[r]);
+      add_noise_from(floor, draws.keys + 2 * r, draws.names);
+    } else {
+      for (int i = 0; i < vocab; i += 16) {
+        const __m512 noise = _mm512_maskz_loadu_ps(lanes(vocab - i), draws.noise[r] + i);
+        _mm512_storeu_ps(&scores_[i], _mm512_add_ps(_mm512_loadu_ps(&scores_[i]), noise));
+      }
     }
     return scores_.data();
   }
 
  private:
+  // Noise for the scores from `floor` on, which are few; -inf for the others.
+  void add_noise_from(float floor, const int64_t* key, const int64_t* names) {
+    inside_.clear(), tokens_.clear();
+    for (int i = 0; i < vocab_; i += 16) {
+      const __m512 v = _mm512_loadu_ps(&scores_[i]);
+      const __mmask16 inside = _mm512_mask_cmp_ps_mask(lanes(vocab_ - i), v, _mm512_set1_ps(floor), _CMP_GE_OQ);
+      _mm512_storeu_ps(&scores_[i], _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), inside, v));
+      for (uint32_t m = inside; m; m &= m - 1) {
+        const int at = i + __builtin_ctz(m);
+        inside_.push_back(at), tokens_.push_back(names ? names[at] : at);
+      }
+    }
+    gumbel_at(key[0], key[1], tokens_.data(), static_cast<int>(tokens_.size()), kept_.data());
+    for (size_t i = 0; i < inside_.size(); ++i) scores_[inside_[i]] += kept_[i];
+  }
+
   // The k-th largest score; 0 < k < vocab.
   float ranked(int64_t k) {
     // it is no smaller than the k-th largest maximum of 16, so most scores need no second look
@@ -160,6 +180,8 @@ class Scorer {
 
   int vocab_ = 0;
   std::vector<float> scores_, kept_, maxima_;
+  std::vector<int> inside_;
+  std::vector<int64_t> tokens_;
 };
 
 }  // namespace minispec

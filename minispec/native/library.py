@@ -144,6 +144,8 @@ class DrawsStruct(ctypes.Structure):
         ("top_k", c_void_p),
         ("top_p", c_void_p),
         ("min_p", c_void_p),
+        ("keys", c_void_p),
+        ("names", c_void_p),
         ("noise", POINTER(c_void_p)),
     )
 

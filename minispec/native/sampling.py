@@ -78,17 +78,23 @@ class _Draws:
 
     def __init__(self, sampling: SamplingBatch, noise: Noise) -> None:
         self._held: list[Tensor] = []
+        keys = sampling.key_tensor
+        if keys is None:
+            keys = torch.tensor(sampling.keys, dtype=torch.int64)
         pointers = (c_void_p * len(sampling.keys))()
-        if not sampling.greedy:
-            # greedy rows want none
-            wanted = (sampling.temperature > 0).tolist()
-            keys = [key for key, wants in zip(sampling.keys, wanted, strict=True) if wants]
-            self._held = noise.each(keys)
-            at = iter(self._held)
-            for i, wants in enumerate(wanted):
-                pointers[i] = next(at).data_ptr() if wants else None
-        self._held += (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        # limited rows want noise for their support only, which is computed there; greedy ones want none
+        whole = sampling.temperature > 0
+        if sampling.truncated:
+            whole &= (sampling.top_k == 0) & (sampling.top_p == 1) & (sampling.min_p == 0)
+        rows = whole.nonzero()[:, 0].tolist()
+        if rows:
+            self._held = noise.each([sampling.keys[i] for i in rows])
+            for i, row in zip(rows, self._held, strict=True):
+                pointers[i] = row.data_ptr()
+        names = noise.names
+        self._held += (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, keys)
         self.struct = DrawsStruct(
             sampling.temperature.data_ptr(), sampling.top_k.data_ptr(), sampling.top_p.data_ptr(),
-            sampling.min_p.data_ptr(), ctypes.cast(pointers, ctypes.POINTER(c_void_p)),
+            sampling.min_p.data_ptr(), keys.data_ptr(), None if names is None else names.data_ptr(),
+            ctypes.cast(pointers, ctypes.POINTER(c_void_p)),
         )  # fmt: skip

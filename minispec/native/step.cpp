@@ -4,7 +4,6 @@
 
 #include "choose.h"
 #include "eagle.h"
-#include "noise.h"
 
 using namespace minispec;
 

@@ -145,6 +145,18 @@ def test_the_support_is_the_references_among_equals(
     assert supports[1] == supports[0]
 
 
+def test_children_of_a_part_of_the_vocabulary(native: NativeSampling) -> None:
+    """The noise is that of the tokens the logits are for, in limited rows as in others."""
+    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(3))[:700]
+    params = [{"temperature": 0.8, **own} for own in LIMITS]
+    logits = torch.randn((len(params), len(ids)), generator=torch.Generator().manual_seed(4)) * 2
+    sampling = batch(params)
+    expected, expected_values = kernels.top_children(logits, sampling, NoiseOf(Noise(5000), ids), 6)
+    got, values = kernels.top_children(logits, sampling, NoiseOf(with_native(Noise(5000), native), ids), 6)
+    torch.testing.assert_close(values, expected_values, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got[values > float("-inf")], expected[values > float("-inf")])
+
+
 def test_a_row_depends_on_itself_alone(native: NativeSampling) -> None:
     params = [{"temperature": 0.8, **own} for own in LIMITS]
     logits = torch.randn((len(params), 1500), generator=torch.Generator().manual_seed(1))
