@@ -23,7 +23,7 @@ from minispec.verify import Acceptance
 FREE = 0.01
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
-_MARGIN = 1.03  # what a drafter that rests must promise; without it, estimates near the break-even would flicker
+_MARGIN = 1.03  # what a drafter must promise to begin, or cost to stop; without it, estimates near the break-even would flicker
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
@@ -160,6 +160,7 @@ class _MemberRecord:
         coverage: share of the proposals it was asked for that held anything.
         alone: share of its accepted tokens that nobody else proposed.
         others: accepted tokens per verification that it did not propose.
+        beside: nodes per verification that it did not propose.
         drafting: it drafted for some slot in the last step because that pays.
         free: it takes too little time to think about it.
         least_gain: what a further layer must promise (``Drafter.least_gain``).
@@ -174,6 +175,7 @@ class _MemberRecord:
     coverage: float = 1.0
     alone: float = 1.0
     others: float = 0.0
+    beside: float = 0.0
     drafting: bool = True
     free: bool = True
     least_gain: float = 0.0
@@ -265,6 +267,7 @@ class AutoBudget:
             reached = 1.0 + member.survival.gains(deep - 1)[-1]
             member.width += _SLOW * ((len(part) - 1) / reached - member.width)
             member.others += _SLOW * (len(accepted) - len(path) + 1 - member.others)
+            member.beside += _SLOW * (len(tree) - len(part) - member.beside)
             if len(path) > 1:
                 alone = sum(sources[node] == (name,) for node in accepted) / (len(path) - 1)
                 member.alone += _SLOW * (alone - member.alone)
@@ -344,8 +347,10 @@ class AutoBudget:
         gains = [
             self._slot(slots[i]).survival.setdefault(name, Survival()).gains(deepest, member.survival) for i in able
         ]
-        tokens, rows = len(slots) + prefill.tokens + member.others * len(able), prefill.rows + len(slots)
-        best = tokens / line(rows) * (1.0 if member.drafting else _MARGIN)
+        # what comes without this member
+        tokens = len(slots) + prefill.tokens + member.others * len(able)
+        rows = prefill.rows + len(slots) + member.beside * len(able)
+        best = tokens / line(rows) * (1 / _MARGIN if member.drafting else _MARGIN)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
         for depth in range(1, deepest + 1):
             order = sorted(range(len(able)), key=lambda n: -gains[n][depth])
