@@ -20,7 +20,7 @@ from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
 
-FREE = 0.01
+FREE = 0.02
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
 _MARGIN = 1.03  # what a drafter must promise to begin, or cost to stop; without it, estimates near the break-even would flicker
@@ -304,7 +304,7 @@ class AutoBudget:
         line = self._cost.line
         rows = prefill.rows + len(slots)
         plain = line(rows)
-        member.free = member.cost(len(able), max(member.layers, 1)) <= FREE * plain
+        member.free = member.cost.dearest(len(able)) <= FREE * plain
         if not member.cost.settled or (member.layers == 0 and member.coverage > _MUTE):
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
@@ -358,7 +358,7 @@ class AutoBudget:
             nodes = 0.0  # of a layer as many as walks come to it
             for count, n in enumerate(order, 1):
                 more += share * gains[n][depth]
-                nodes += member.width * (1.0 + gains[n][depth - 1])
+                nodes += member.coverage * member.width * (1.0 + gains[n][depth - 1])
                 seconds = line(rows + nodes) + member.cost(count, depth)
                 if (rate := (tokens + more) / seconds) > best:
                     best, choice = rate, ([able[m] for m in order[:count]], depth)

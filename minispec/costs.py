@@ -156,11 +156,9 @@ class DraftCost:
 
     def __call__(self, slots: int, depth: int = 1) -> float:
         """Estimated seconds; 0 before the first observation, so that there is one."""
-        if not self._seconds:
+        depths = self._depths(slots)
+        if not depths:
             return 0.0
-        key = (slots - 1).bit_length()
-        # an unmeasured number of slots costs what the nearest measured one does
-        depths = self._seconds[min(self._seconds, key=lambda known: abs(known - key))]
         if depth in depths:
             return depths[depth][0]
         near = sorted(depths, key=lambda known: abs(known - depth))[:2]
@@ -170,3 +168,14 @@ class DraftCost:
         # noise must not make layers free
         slope = max((depths[near[1]][0] - first) / (near[1] - near[0]), first / near[0] / 2)
         return max(first + slope * (depth - near[0]), 0.0)
+
+    def dearest(self, slots: int) -> float:
+        """Estimated seconds of the dearest depth that was measured; 0 before the first observation."""
+        return max((seconds for seconds, _ in self._depths(slots).values()), default=0.0)
+
+    def _depths(self, slots: int) -> dict[int, tuple[float, int]]:
+        if not self._seconds:
+            return {}
+        key = (slots - 1).bit_length()
+        # an unmeasured number of slots costs what the nearest measured one does
+        return self._seconds[min(self._seconds, key=lambda known: abs(known - key))]
