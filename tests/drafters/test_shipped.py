@@ -16,6 +16,7 @@ from minispec.drafters import build, shipped
 from minispec.load import load_engine
 from minispec.model.llama import Llama
 from minispec.train.head import TrainableHead
+from minispec.train.shards import ANSWER, Sample
 from tiny_folders import tiny_folder
 
 
@@ -27,8 +28,9 @@ def target(tmp_path) -> Path:
 def ship(place: Path, target: Path, name: str = "model-eagle3") -> Path:
     """A head for ``target``, untrained."""
     model = Llama.load(target, device="cpu", dtype=torch.float32)
-    features = torch.randn(64, 3 * 32, generator=torch.Generator().manual_seed(0))
-    head = TrainableHead.start(model, torch.arange(50), (0, 1), features, seed=0)
+    features = torch.randn(64, 3 * 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    text = Sample(torch.arange(65) % 50, torch.full((65,), ANSWER, dtype=torch.uint8), features)
+    head = TrainableHead.start(model, torch.arange(50), (0, 1), [text], seed=0)
     folder = place / name
     folder.mkdir(parents=True)
     head.save(folder, model.config, {shipped.KEY: {"name": "model", "fingerprint": shipped.fingerprint(target)}})
