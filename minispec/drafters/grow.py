@@ -348,8 +348,6 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
 
 def _fetched(tokens: Tensor, values: Tensor) -> tuple[list[list[int]], list[list[float]]]:
     """Both as lists of rows."""
-    if not tokens.is_cuda:
-        return tokens.tolist(), values.tolist()
     # side by side, as each fetch waits for the device; ids are exact in float64
     fetched = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
     k = tokens.shape[1]
