@@ -23,7 +23,7 @@ from minispec.verify import Acceptance
 FREE = 0.02
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
-_MARGIN = 1.03  # what a drafter must promise to begin, or cost to stop; without it, estimates near the break-even would flicker
+_MARGIN = 1.03  # what a drafter must promise to begin, or cost to stop: estimates near the break-even would flicker
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
