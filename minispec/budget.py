@@ -29,6 +29,9 @@ _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _
 _PROBING = 0.01
 _PROBE_NODES = 4
 _PROBE_DEPTH = 2
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
+_RECKONING = 1e-4
+"""Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
 _SLOW = 0.05  # rate of the averages below
 _LONG_MEMORY = 0.99  # of what is known over all slots, per verification: it is where a new slot begins
 _LEAST_HIT = 0.3  # of what is reached, what another layer is reckoned to gain at least
@@ -350,16 +353,17 @@ class AutoBudget:
         # what comes without this member
         tokens = len(slots) + prefill.tokens + member.others * len(able)
         rows = prefill.rows + len(slots) + member.beside * len(able)
-        best = tokens / line(rows) * (1 / _MARGIN if member.drafting else _MARGIN)
+        # slots that wait for one another gain less than the mean of them, so several do not draft on in doubt
+        best = tokens / line(rows) * (1 / _MARGIN if member.drafting and len(slots) == 1 else _MARGIN)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
-        for depth in range(1, deepest + 1):
+        for depth in (*(depth for depth in _DEPTHS if depth < deepest), deepest):
             order = sorted(range(len(able)), key=lambda n: -gains[n][depth])
             more = 0.0
             nodes = 0.0  # of a layer as many as walks come to it
             for count, n in enumerate(order, 1):
                 more += share * gains[n][depth]
                 nodes += member.coverage * member.width * (1.0 + gains[n][depth - 1])
-                seconds = line(rows + nodes) + member.cost(count, depth)
+                seconds = line(rows + nodes) + member.cost(count, depth) + count * _RECKONING
                 if (rate := (tokens + more) / seconds) > best:
                     best, choice = rate, ([able[m] for m in order[:count]], depth)
         return *choice, best
