@@ -23,7 +23,8 @@ def test_there_are_some():
 
 @pytest.mark.parametrize(("path", "body"), CURLS)
 def test_curl(tiny, path, body):
-    response = tiny.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    # an untrained model fills what a grammar allows with blanks now and then, so not by chance
+    response = tiny.client.post(path, json=json.loads(body) | {"seed": 0})
     assert response.status_code == 200, response.text
     if not json.loads(body).get("stream"):
         assert response.json()["choices"][0]["finish_reason"] == "stop"
