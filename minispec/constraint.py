@@ -262,7 +262,8 @@ class GrammarConstraint:
                 continue
             path.append(node)
             yield node
-            stack += tree.children[node].values()
+            if not self._matcher.is_stopped():  # the text is complete: nothing comes after it, not even an end token
+                stack += tree.children[node].values()
         self._back(tree, path, 1)
 
     def _back(self, tree: DraftTree, path: list[int], length: int) -> None:

@@ -280,6 +280,14 @@ def test_drafts_leave_no_trace(rounds: list[tuple[DraftTree, int]], seed: int) -
             assert drafted.accept(text[-1])
 
 
+def test_nothing_is_drafted_behind_a_complete_text() -> None:
+    one = constraint("regex")
+    for token in b" 123 12":
+        assert one.accept(token)
+    tree = DraftTree((0, ord("3"), EOS, EOS), (-1, 0, 1, 0), (0.0,) * 4)
+    assert one.prune(tree) == tree.keep([0, 1, 3])  # 12 may end as well, behind 123 the request has ended
+
+
 def _find(tree: DraftTree, path: list[int]) -> int | None:
     node: int | None = 0
     for token in path:
