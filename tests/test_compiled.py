@@ -19,7 +19,7 @@ from minispec.compiled import Compilation, _deviation
 from minispec.compiled_probe import ModelProbe
 from minispec.errors import ConfigError
 from minispec.model import Llama, ModelConfig
-from minispec.model.int8 import BlockInt8Linear, Blocks, from_blocks, round_rows, to_blocks
+from minispec.model.int8 import GROUP, BlockInt8Linear, Blocks, from_blocks, round_rows, to_blocks
 from minispec.model.linear import Linear
 from minispec.model.llama import Taps
 from minispec.model.rope import RopeConfig
@@ -140,20 +140,61 @@ def test_a_rows_bits_depend_on_its_text_alone(team: Team, window: int | None, qu
     assert torch.equal(logits[[0, *range(1, 24, 2)]], expected)
 
 
+def to_units(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows as multiples of a power of two each, the greatest of them of so many bits: float32."""
+    unit = torch.exp2(torch.floor(torch.log2(x.float().abs().amax(-1, keepdim=True))) - (bits - 1))
+    return torch.where(unit > 0, (x.float() / unit).round() * unit, 0.0)
+
+
+def fixed_rows(x: torch.Tensor) -> torch.Tensor:
+    """Activations [rows, in] as the compiled step rounds them beside weights of 16 bits; see weights.h."""
+    grouped = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    return to_units(grouped, 11).flatten(1)[:, : x.shape[1]]
+
+
 @needs_machine
 @pytest.mark.parametrize("paired", [False, True])
-def test_packed_linear(paired: bool, team: Team) -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), [(52, 70), (64, 32), (2, 5), (34, 161)])
+def test_packed_linear(outputs: int, inputs: int, paired: bool, team: Team) -> None:
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn((52, 70), generator=generator).bfloat16()
-    bias = torch.randn(52, generator=generator).bfloat16()
+    weight = torch.randn((outputs, inputs), generator=generator).bfloat16()
+    weight[1, :2] = torch.tensor([1000.0, 1.0])
+    weight[0] = 0 if outputs == 2 else weight[0]
+    bias = torch.randn(outputs, generator=generator).bfloat16()
     linear = PackedLinear(team, team, weight, bias, paired=paired)
-    assert torch.equal(linear.unpacked(team), weight)
-    x = torch.randn((5, 8, 70), generator=generator).bfloat16()
-    expected = x.float() @ weight.float().T + bias.float()
-    torch.testing.assert_close(linear.apply(x, torch.float32), expected, atol=1e-3, rtol=1e-3)
-    assert torch.equal(linear(x), linear.apply(x, torch.float32).bfloat16())
-    assert torch.equal(linear(x[:, ::3]), linear(x)[:, ::3])  # strided rows
-    assert linear(x[:0]).shape == (0, 8, 52)
+    back = linear.unpacked(team)
+    top = weight.abs().amax(1, keepdim=True).float()
+    assert torch.equal(back[weight.abs() >= top / 128], weight[weight.abs() >= top / 128])
+    assert ((back - weight).abs() <= top * 2**-15).all()
+    assert torch.equal(to_units(weight, 15).bfloat16(), back)
+
+    x = torch.randn((40, inputs), generator=generator).bfloat16()
+    x[5], x[6, 1] = 0, 25_000
+    whole = linear.apply(x, torch.float32)
+    exact = fixed_rows(x).double() @ to_units(weight, 15).double().T + bias.double()
+    torch.testing.assert_close(whole.double(), exact, atol=2e-5, rtol=1e-5)
+    close = x.float() @ weight.float().T + bias.float()
+    size = x.float().norm(dim=1, keepdim=True) * weight.float().norm(dim=1)
+    assert ((whole - close).abs() <= 1e-3 * size + 1e-5).all()  # bfloat16 inputs themselves are 2e-3 off
+    assert torch.equal(whole[5], bias.float())
+    assert torch.equal(linear(x), whole.bfloat16())
+    assert torch.equal(linear(x.view(5, 8, inputs)[:, ::3]), linear(x).view(5, 8, outputs)[:, ::3])  # strided rows
+    assert linear(x[:0].view(0, 8, inputs)).shape == (0, 8, outputs)
+    for rows in range(41):
+        assert torch.equal(linear.apply(x[:rows], torch.float32), whole[:rows])
+        assert torch.equal(linear.apply(x[rows:], torch.float32), whole[rows:])
+    tiny = x[:3].float().mul(2.0**-100).bfloat16()
+    assert torch.equal(linear.apply(tiny, torch.float32).isfinite().all(1), torch.ones(3, dtype=torch.bool))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x[3, -1] = bad
+        spoilt = linear.apply(x, torch.float32)
+        assert not spoilt[3].isfinite().any()
+        assert torch.equal(spoilt[[*range(3), *range(4, 40)]], whole[[*range(3), *range(4, 40)]])
+        broken = weight.clone()
+        broken[-1, -1] = bad
+        packed = PackedLinear(team, team, broken, bias, paired=paired)
+        assert not packed.apply(x[:3], torch.float32)[:, -1].isfinite().any()
+        assert torch.equal(packed.apply(x[:3], torch.float32)[:, :-1], whole[:3, :-1])
 
 
 @needs_machine
@@ -229,7 +270,7 @@ def test_weights_go_there_and_back(team: Team) -> None:
     expected = layer.gate_up(x)
     back = plain_layer(packed_layer(team, team, layer), team)
     assert type(back.gate_up) is Linear
-    assert torch.equal(back.gate_up(x), expected)
+    assert apart(back.gate_up(x), expected) < 2e-3  # small weights have lost their last bits
 
 
 @needs_machine
@@ -320,7 +361,7 @@ def test_goes_back_while_running(library_path: Path, tmp_path: Path, monkeypatch
     assert compilation.state.phase is (Phase.SLOWER if why == "slower" else Phase.FAILED)
     assert all(len(threads) == 1 for threads in callers.values())
     assert all(type(layer.down) is Linear for layer in runner.model.layers)
-    assert torch.equal(runner.forward([span]), eager)
+    assert _deviation(runner.forward([span]), eager).max() < 0.03
 
 
 @needs_machine
@@ -347,7 +388,7 @@ def test_what_is_wrong_is_not_used(
     assert "deviate" in caplog.text
     assert not cached.exists()
     for ours, theirs in zip(ModelProbe(runner.model).logits(runner._forward), eager, strict=True):
-        assert torch.equal(ours, theirs)
+        assert _deviation(ours, theirs).max() < 0.03
 
 
 @needs_machine

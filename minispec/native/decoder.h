@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "gemm8.h"
+#include "gemm.h"
 
 namespace minispec {
 
@@ -39,7 +39,7 @@ struct Step {
   float* logits;              // [samples, vocab]
 };
 
-// Rows, zero up to a multiple of kPadInputs.
+// Rows, zero up to a multiple of kGroup.
 template <class T>
 struct Rows {
   std::vector<T> data;
@@ -56,7 +56,7 @@ struct Rows {
 // `fit` is for one thread, before the team runs; the rest is called by all its threads, inside a job.
 class Decoder {
  public:
-  explicit Decoder(int threads) : pool(threads), attenders_(threads) {}
+  explicit Decoder(int threads) : pool(threads), attenders_(threads), rounded_(threads) {}
 
   Pool pool;
   Rows<bf16> stream, added;  // the residual stream, and what is to be added to it next
@@ -77,10 +77,7 @@ class Decoder {
   }
 
   // Room for products of so many inputs.
-  void fit_inputs(int rows, int inputs) {
-    const size_t needed = static_cast<size_t>(rows) * padded_inputs(inputs) / kGroup;
-    if (rounded_.size() < needed) rounded_.resize(needed);
-  }
+  void fit_inputs(int rows, int inputs) { rounded_.fit(rows, inputs); }
 
   // Cosines and sines of a row; one thread of them. Here, as torch's cosine wakes threads of its own from 128 values on,
   // which then spin where this step wants to run.
@@ -95,8 +92,8 @@ class Decoder {
   }
 
   template <To to>
-  void product(const Linear& l, Rows<float>& x, int rows, void* y, size_t y_stride) {
-    gemm<to>(pool, l, x.row(0), x.stride, rows, rounded_.data(), y, y_stride);
+  void product(int thread, const Linear& l, Rows<float>& x, int rows, void* y, size_t y_stride) {
+    gemm<to>(pool, thread, l, x.row(0), x.stride, rows, rounded_, y, y_stride);
   }
 
   // Layer `i` on its normed input `x`: attention goes into the stream, what the MLP makes into `added`.
@@ -105,7 +102,7 @@ class Decoder {
     const Layer& l = m.layer[i];
     const int half = m.head_dim / 2;
     bf16 *k = s.k + i * s.layer_stride, *v = s.v + i * s.layer_stride;
-    product<To::kBf16>(l.qkv, x, b.rows, qkv_.row(0), qkv_.stride);
+    product<To::kBf16>(thread, l.qkv, x, b.rows, qkv_.row(0), qkv_.stride);
     pool.phase(b.rows, [&](int r) {
       for (int h = 0; h < m.heads + 2 * m.kv_heads; ++h) {
         bf16* part = qkv_.row(r) + h * m.head_dim;
@@ -128,19 +125,19 @@ class Decoder {
     });
     if (!plan_.joins.empty())
       pool.phase(static_cast<int>(plan_.joins.size()), [&](int j) { plan_.join(a, j, partials_.data()); });
-    product<To::kBf16>(l.o, attended_, b.rows, added.row(0), added.stride);
+    product<To::kBf16>(thread, l.o, attended_, b.rows, added.row(0), added.stride);
     pool.phase(b.rows, [&](int r) {
       add_to(stream.row(r), added.row(r), m.hidden);
       rms_norm(stream.row(r), l.post_norm, m.hidden, m.eps, normed.row(r));
     });
-    product<To::kSilu>(l.gate_up, normed, b.rows, inner_.row(0), inner_.stride);
-    product<To::kBf16>(l.down, inner_, b.rows, added.row(0), added.stride);
+    product<To::kSilu>(thread, l.gate_up, normed, b.rows, inner_.row(0), inner_.stride);
+    product<To::kBf16>(thread, l.down, inner_, b.rows, added.row(0), added.stride);
   }
 
   // Logits of the first `samples` rows of `normed`.
-  void logits(const Model& m, const Step& s) {
+  void logits(const Model& m, const Step& s, int thread) {
     const int samples = s.batch.samples;
-    product<To::kFloat>(m.head, normed, samples, s.logits, m.vocab);
+    product<To::kFloat>(thread, m.head, normed, samples, s.logits, m.vocab);
     if (m.exact)
       pool.phase(samples, [&](int i) {
         rescore(s.logits + static_cast<int64_t>(i) * m.vocab, m.vocab, normed.row(i), m.exact, m.hidden);
@@ -153,7 +150,7 @@ class Decoder {
   std::vector<float> partials_, angles_;  // angles: [rows, head_dim], cosines and sines
   Rows<bf16> qkv_;
   Rows<float> attended_, inner_;
-  std::vector<Group> rounded_;
+  Rounded rounded_;
 };
 
 }  // namespace minispec

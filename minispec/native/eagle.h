@@ -57,7 +57,7 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
     d.rotation(m, r, es.positions[r]);
   });
   if (first) {
-    d.product<To::kBf16>(e.fc, own.wide, b.rows, d.stream.row(0), d.stream.stride);
+    d.product<To::kBf16>(thread, e.fc, own.wide, b.rows, d.stream.row(0), d.stream.stride);
     d.pool.phase(b.rows, [&](int r) {
       norm_or_widen(d.stream.row(r), m.layer[0].input_norm, m.hidden, m.eps, d.normed.row(r));
     });
@@ -77,7 +77,7 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
     std::memcpy(es.g + static_cast<int64_t>(i) * m.hidden, d.stream.row(r), sizeof(bf16) * m.hidden);
     norm_or_widen(d.stream.row(r), m.norm, m.hidden, m.eps, d.normed.row(i));
   });
-  d.logits(m, es.step);
+  d.logits(m, es.step, thread);
 }
 
 }  // namespace minispec

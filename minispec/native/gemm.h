@@ -1,181 +1,212 @@
-// Products of a few rows with a packed weight: y[r, n] = sum_k x[r, k] w[n, k]; weights bfloat16, the rest float32.
+// Products of a few rows with a packed weight: y[r, n] = sum_k x[r, k] w[n, k].
 //
-// At up to a dozen rows a product is bound by reading the weight, so the layout is made for one sequential read:
-// blocks of 32 outputs; in a block, for every pair of inputs, the 32 pairs of weights side by side.
+//     y[r, n] = last[n] * sum over groups g of  ws[n, g] xs[r, g] * sum over k in g of  wq[n, k] xq[r, k]
 //
-//     packed[block][pair][output % 32][2]            (zeros where outputs or inputs run out)
-//
-// Every product sums its inputs in ascending order, one chain per output, whatever the number of rows: a row's result
-// is the same bits alone and in any company.
+// The inner sums are exact, the outer ones run in ascending order, one chain per output, whatever the number of rows: a
+// row's result is the same bits alone and in any company.
 #pragma once
 
-#include <algorithm>
+#include <vector>
 
-#include "vec.h"
+#include "pool.h"
+#include "weights.h"
 
 namespace minispec {
 
-constexpr int kBlock = 32;     // outputs per block
-constexpr int kRowTile = 12;   // rows that share one pass over a block: 24 accumulators of 32 registers
-constexpr int kPadInputs = 32; // rows of x are zero up to a multiple of this
+constexpr int kRowTile = 12;  // rows that share one pass over a block: 24 sums of 32 registers
 
-inline int padded_inputs(int in) { return (in + kPadInputs - 1) / kPadInputs * kPadInputs; }
-
-struct Linear {
-  const void* weight;  // packed
-  const bf16* bias;    // [out], or null
-  int32_t in, out;
-  int32_t paired;      // 1: gate_up; blocks hold 16 outputs of the first half and the matching 16 of the second
-  int32_t bits;        // of a weight. 16: bfloat16, as here; 8: see gemm8.h
-};
-
-inline int blocks_of(const Linear& l) { return l.paired ? (l.out / 2 + 15) / 16 : (l.out + kBlock - 1) / kBlock; }
-
-// Where output `lane` of a block lies in [0, out).
-inline int output_of(const Linear& l, int block, int lane) {
-  if (!l.paired) return block * kBlock + lane;
-  return lane < 16 ? block * 16 + lane : l.out / 2 + block * 16 + lane - 16;
+// f(kind of weights).
+template <class F>
+inline auto with_kind(const Linear& l, F&& f) {
+  return l.bits == 8 ? f(Blocks8()) : f(Fixed16());
 }
 
-// Whether a lane of a block is an output at all.
-inline bool is_output(const Linear& l, int block, int lane) {
-  return l.paired ? block * 16 + lane % 16 < l.out / 2 : block * kBlock + lane < l.out;
+template <class Kind>
+inline size_t block_bytes(const Linear& l, Kind) {
+  return Kind::kHead + static_cast<size_t>(groups_of(l.in)) * Kind::kStripe;
 }
 
-// Pack the rows of a plain [out, in] weight that belong to one block.
-inline void pack_block(const Linear& l, const bf16* plain, bf16* packed, int block) {
-  const int pairs = padded_inputs(l.in) / 2;
-  bf16* to = packed + static_cast<size_t>(block) * pairs * 2 * kBlock;
-  for (int p = 0; p < pairs; ++p)
-    for (int lane = 0; lane < kBlock; ++lane, to += 2) {
-      const bf16* from = plain + static_cast<size_t>(output_of(l, block, lane)) * l.in + 2 * p;
-      const bool inside = is_output(l, block, lane);
-      to[0] = inside && 2 * p < l.in ? from[0] : 0;
-      to[1] = inside && 2 * p + 1 < l.in ? from[1] : 0;
+// Bytes.
+inline int64_t packed_size(const Linear& l) {
+  return with_kind(l, [&](auto kind) { return static_cast<int64_t>(blocks_of(l) * block_bytes(l, kind)); });
+}
+
+// Where a team rounds the rows of a product's inputs to whole numbers. Few rows are rounded by every thread for itself: that
+// is sooner done than waiting for one another.
+class Rounded {
+ public:
+  explicit Rounded(int threads) : data_(threads) {}
+
+  void fit(int rows, int inputs) {
+    const size_t row = groups_of(inputs) * std::max(sizeof(Fixed16::Group), sizeof(Blocks8::Group));
+    for (size_t thread = 0; thread < data_.size(); ++thread) {
+      const size_t needed = row * (thread == 0 ? rows : std::min(rows, kRowTile));
+      if (data_[thread].size() < needed) data_[thread].resize(needed);
     }
-}
-
-// The way back.
-inline void unpack_block(const Linear& l, bf16* plain, int block) {
-  const bf16* from = static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * padded_inputs(l.in) * kBlock;
-  for (int lane = 0; lane < kBlock; ++lane) {
-    if (!is_output(l, block, lane)) continue;
-    bf16* to = plain + static_cast<size_t>(output_of(l, block, lane)) * l.in;
-    for (int k = 0; k < l.in; ++k) to[k] = from[(k / 2 * kBlock + lane) * 2 + k % 2];
   }
-}
 
-// Fetching of weights, beside the computation: the processor's own prefetching ends at a page. A pass over a block fetches
-// the block that the thread turns to next, or where several passes share the work, half of it.
-struct Ahead {
-  const char* at;
-  int step;  // bytes for every 128 that the pass reads: 128, 64 or 0
+  // All rows of x, rounded; called by all threads of the team.
+  template <class Kind>
+  const typename Kind::Group* rows(Pool& pool, int thread, const float* x, size_t stride, int rows, int groups) {
+    const bool shared = rows > kRowTile;
+    auto* to = reinterpret_cast<typename Kind::Group*>(data_[shared ? 0 : thread].data());
+    const auto round = [&](int r) { Kind::round_row(x + r * stride, groups, to + static_cast<size_t>(r) * groups); };
+    if (shared)
+      pool.phase(rows, round);
+    else
+      for (int r = 0; r < rows; ++r) round(r);
+    return to;
+  }
+
+ private:
+  std::vector<std::vector<char>> data_;
 };
 
-inline void fetch(Ahead& ahead) {
-  _mm_prefetch(ahead.at, _MM_HINT_T1);
-  if (ahead.step > 64) _mm_prefetch(ahead.at + 64, _MM_HINT_T1);
-  ahead.at += ahead.step;
-}
-
-// The inner loop. Weights are widened to float32 on the way: two of the processor's plain multiply-add units do twice
-// what its one bfloat16 unit does (vdpbf16ps: one in two cycles).
-template <int M>
-inline void tile(const float* x, size_t stride, const bf16* w, int pairs, Ahead ahead, __m512 (&acc)[M][2]) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+// The inner loop: sums[m] of M rows and the outputs of one block.
+template <class Kind, int M>
+__attribute__((noinline)) void tile(const typename Kind::Group* x, size_t stride, const uint8_t* block, int groups, Ahead ahead,
+                                    float (*sums)[kBlock]) {
   // A base per three rows: (base), (base + stride), (base + 2 stride) are addresses the processor computes for free. The
   // compiler would rather keep an offset per row, run out of registers, and read them back from memory each time.
-  const float* base[(M + 2) / 3];
+  const typename Kind::Group* base[(M + 2) / 3];
 #pragma GCC unroll 16
   for (int i = 0; i < (M + 2) / 3; ++i) base[i] = x + 3 * i * stride;
 #pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
-  for (int p = 0; p < pairs; ++p, w += 2 * kBlock) {
+  for (int m = 0; m < M; ++m) {
+    _mm512_store_ps(sums[m], _mm512_setzero_ps());
+    _mm512_store_ps(sums[m] + 16, _mm512_setzero_ps());
+  }
+  const uint8_t* stripe = block + Kind::kHead;
+  for (int g = 0; g < groups; ++g, stripe += Kind::kStripe) {
 #pragma GCC unroll 16
     for (int i = 0; i < (M + 2) / 3; ++i) asm("" : "+r"(base[i]));
-    fetch(ahead);
-    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + kBlock);
-    const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));
-    const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
+    asm("" : "+r"(sums) : : "memory");  // they stay in memory: registers are for the sums of the group
+    __m512i sum[M][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = Kind::start(base[m / 3][m % 3 * stride]);
+#pragma GCC unroll 16
+    for (int j = 0; j < Kind::kWords; ++j) {
+      const uint8_t* at = Kind::weights(stripe) + j * 4 * kBlock;
+      fetch(ahead, at);
+      const __m512i w0 = _mm512_loadu_si512(at), w1 = _mm512_loadu_si512(at + 64);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        int32_t word;
+        std::memcpy(&word, reinterpret_cast<const char*>(base[m / 3][m % 3 * stride].value) + 4 * j, sizeof word);
+        const __m512i a = _mm512_set1_epi32(word);
+        sum[m][0] = Kind::dot(sum[m][0], w0, a);
+        sum[m][1] = Kind::dot(sum[m][1], w1, a);
+      }
+    }
+    const __m512 s0 = Kind::scale(stripe, 0), s1 = Kind::scale(stripe, 16);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const __m512 a = _mm512_set1_ps(base[m / 3][m % 3 * stride]);
-      acc[m][0] = _mm512_fmadd_ps(a, even0, acc[m][0]);
-      acc[m][1] = _mm512_fmadd_ps(a, even1, acc[m][1]);
-    }
-    const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(w0, high));
-    const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(w1, high));
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      const __m512 a = _mm512_set1_ps(base[m / 3][m % 3 * stride + 1]);
-      acc[m][0] = _mm512_fmadd_ps(a, odd0, acc[m][0]);
-      acc[m][1] = _mm512_fmadd_ps(a, odd1, acc[m][1]);
+      const __m512 s = _mm512_set1_ps(base[m / 3][m % 3 * stride].scale);
+      const auto add = [&](int half, __m512 weights) {
+        float* at = sums[m] + 16 * half;
+        _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][half]), _mm512_mul_ps(weights, s), _mm512_load_ps(at)));
+      };
+      add(0, s0);
+      add(1, s1);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < (M + 2) / 3; ++i) base[i] += 2;
+    for (int i = 0; i < (M + 2) / 3; ++i) ++base[i];
   }
-}
-
-// One block of outputs for M rows. Out: bfloat16, float32, or silu(gate) * up as float32 rounded to bfloat16.
-enum class To { kBf16, kFloat, kSilu };
-
-// The end of a product: a block's sums of M rows, with the bias.
-template <int M, To to>
-inline void put(const Linear& l, int block, __m512 (&acc)[M][2], void* y, size_t y_stride) {
-  const int first = output_of(l, block, 0), second = output_of(l, block, 16);
-  const __mmask16 m0 = lanes(l.paired ? l.out / 2 - first : l.out - first);
-  const __mmask16 m1 = l.paired ? m0 : l.out > second ? lanes(l.out - second) : 0;
 #pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-    if (l.bias) {
-      acc[m][0] = _mm512_add_ps(acc[m][0], load_bf16(l.bias + first, m0));
-      acc[m][1] = _mm512_add_ps(acc[m][1], load_bf16(l.bias + second, m1));
-    }
-    if constexpr (to == To::kBf16) {
-      bf16* row = static_cast<bf16*>(y) + m * y_stride;
-      store_bf16(row + first, acc[m][0], m0);
-      store_bf16(row + second, acc[m][1], m1);
-    } else if constexpr (to == To::kFloat) {
-      float* row = static_cast<float*>(y) + m * y_stride;
-      _mm512_mask_storeu_ps(row + first, m0, acc[m][0]);
-      _mm512_mask_storeu_ps(row + second, m1, acc[m][1]);
-    } else {
-      store_rounded(static_cast<float*>(y) + m * y_stride + first, silu_mul(acc[m][0], acc[m][1]), m0);
-    }
-  }
+  for (int m = 0; m < M; ++m)
+    for (int lane = 0; lane < kBlock; lane += 16)
+      _mm512_store_ps(sums[m] + lane, _mm512_mul_ps(_mm512_load_ps(sums[m] + lane), Kind::last_scale(block, lane)));
 }
 
-template <int M, To to>
-void block_rows(const Linear& l, int block, const float* x, size_t stride, Ahead ahead, void* y, size_t y_stride) {
-  const int pairs = padded_inputs(l.in) / 2;
-  const bf16* w = static_cast<const bf16*>(l.weight) + static_cast<size_t>(block) * pairs * 2 * kBlock;
-  __m512 acc[M][2];
-  tile<M>(x, stride, w, pairs, ahead, acc);
-  put<M, to>(l, block, acc, y, y_stride);
-}
-
-template <To to, int M = kRowTile>
-inline void block_rows_of(int rows, const Linear& l, int block, const float* x, size_t stride, Ahead ahead, void* y,
-                          size_t y_stride) {
+template <class Kind, int M = kRowTile>
+inline void tile_of(int rows, const typename Kind::Group* x, size_t stride, const uint8_t* block, int groups, Ahead ahead,
+                    float (*sums)[kBlock]) {
   if constexpr (M > 0) {
     if (rows == M)
-      block_rows<M, to>(l, block, x, stride, ahead, y, y_stride);
+      tile<Kind, M>(x, stride, block, groups, ahead, sums);
     else
-      block_rows_of<to, M - 1>(rows, l, block, x, stride, ahead, y, y_stride);
+      tile_of<Kind, M - 1>(rows, x, stride, block, groups, ahead, sums);
   }
 }
 
-// All rows of a block of outputs in tiles as equal as can be: f(first row, rows, where y's rows begin, what to fetch of
-// the `bytes` at `next`).
-template <To to, class F>
-inline void in_tiles(int rows, int largest, void* y, size_t y_stride, const char* next, size_t bytes, F&& f) {
+// All rows of a block of outputs, in tiles as equal as can be. Next: the block that the thread turns to then.
+template <class Kind, To to>
+inline void block_rows(const Linear& l, int block, int next, const typename Kind::Group* x, int rows, void* y, size_t y_stride) {
   constexpr size_t width = to == To::kBf16 ? sizeof(bf16) : sizeof(float);
-  const int tiles = (rows + largest - 1) / largest;
+  const int groups = groups_of(l.in), tiles = (rows + kRowTile - 1) / kRowTile;
+  const size_t bytes = block_bytes(l, Kind());
+  const uint8_t *weight = static_cast<const uint8_t*>(l.weight), *now = weight + block * bytes, *then = weight + next * bytes;
   for (int t = 0, at = 0; t < tiles; ++t) {
     const int n = (rows - at) / (tiles - t);
-    const Ahead ahead{t < 2 ? next + t * bytes / 2 : next, tiles == 1 ? 128 : t < 2 ? 64 : 0};
-    f(at, n, static_cast<char*>(y) + at * y_stride * width, ahead);
+    alignas(64) float sums[kRowTile][kBlock];
+    // the third pass fetches nothing: what is in the first cache anyway
+    const void* from = t < 2 ? static_cast<const void*>(then + t * bytes / 2) : sums;
+    const Ahead ahead{static_cast<const char*>(from), tiles == 1 ? 128 : t < 2 ? 64 : 0};
+    char* results = static_cast<char*>(y) + at * y_stride * width;
+    // results go to as many lines of memory as there are rows, last held by whoever read them: ask for them in time
+    for (int m = 0; m < n; ++m) __builtin_prefetch(results + (m * y_stride + output_of(l, block, 0)) * width, 1);
+    tile_of<Kind>(n, x + static_cast<size_t>(at) * groups, groups, now, groups, ahead, sums);
+    put<to>(l, block, n, sums, results, y_stride);
     at += n;
+  }
+}
+
+// A whole product, shared by the team; called by all its threads. x is zero up to a multiple of kGroup.
+template <To to>
+inline void gemm(Pool& pool, int thread, const Linear& l, const float* x, size_t stride, int rows, Rounded& rounded, void* y,
+                 size_t y_stride) {
+  with_kind(l, [&](auto kind) {
+    using Kind = decltype(kind);
+    const auto* whole = rounded.rows<Kind>(pool, thread, x, stride, rows, groups_of(l.in));
+    // several blocks in a row, so that what is fetched ahead is mostly what the same thread reads next
+    const int blocks = blocks_of(l), run = std::clamp(blocks / (4 * pool.size()), 1, 16);
+    pool.phase((blocks + run - 1) / run, [&](int task) {
+      const int end = std::min((task + 1) * run, blocks);
+      for (int block = task * run; block < end; ++block) {
+        // behind the run: where it goes on if all threads are equally fast
+        const int next = block + 1 < end ? block + 1 : std::min((task + pool.size()) * run, blocks - 1);
+        block_rows<Kind, to>(l, block, next, whole, rows, y, y_stride);
+      }
+    });
+  });
+}
+
+// One block of outputs from what weights.h says of its kind, and the way back.
+inline void pack_block(const Linear& l, const void* plain, const bf16* scales, void* packed, int block) {
+  with_kind(l, [&](auto kind) {
+    decltype(kind)::pack(l, plain, scales, static_cast<uint8_t*>(packed) + block * block_bytes(l, kind), block);
+  });
+}
+
+inline void unpack_block(const Linear& l, void* plain, bf16* scales, int block) {
+  with_kind(l, [&](auto kind) {
+    decltype(kind)::unpack(l, plain, scales, block, static_cast<const uint8_t*>(l.weight) + block * block_bytes(l, kind));
+  });
+}
+
+// The best few logits of a row made again with the head's own weights [vocab, in] bfloat16, which decide near-ties.
+inline void rescore(float* logits, int vocab, const float* x, const bf16* weight, int in) {
+  constexpr int kBest = 8;
+  int best[kBest + 1], count = 0;  // best first, equal ones in the order of their ids
+  float lowest = -INFINITY;        // what a logit must exceed
+  for (int i = 0; i < vocab; i += 16) {
+    const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(vocab - i), logits + i);
+    for (uint32_t m = _mm512_cmp_ps_mask(v, _mm512_set1_ps(lowest), _CMP_GT_OQ); m; m &= m - 1) {
+      const int id = i + __builtin_ctz(m);
+      if (!(logits[id] > lowest)) continue;
+      int at = count;
+      for (; at > 0 && logits[best[at - 1]] < logits[id]; --at) best[at] = best[at - 1];
+      best[at] = id;
+      count = std::min(count + 1, kBest);
+      if (count == kBest) lowest = logits[best[kBest - 1]];
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    const bf16* w = weight + static_cast<int64_t>(best[i]) * in;
+    __m512 sum = _mm512_setzero_ps();
+    for (int k = 0; k < in; k += 16)
+      sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + k), load_bf16(w + k, lanes(in - k)), sum);
+    logits[best[i]] = _mm512_reduce_add_ps(sum);
   }
 }
 

@@ -65,7 +65,8 @@ def arena_for(model: Llama, team: Team) -> Arena:
 class PackedLinear(Linear):
     """A Linear in the compiled step's layout: the eager forward and draft heads call it, the step reads it in place.
 
-    ``packed`` is False: the weight is not oneDNN's.
+    Weights are whole numbers there (native/weights.h): of bfloat16 ones, those of at least 1/128 of their output's
+    greatest are kept exactly, the rest to 2^-16 of it. ``packed`` is False: the weight is not oneDNN's.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class PackedLinear(Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def unpacked(self, packer: Team) -> Tensor | Blocks:
-        """The plain weight, as it was given."""
+        """The plain weight, as it is in the layout."""
         int8 = self.struct.bits == 8
         plain = torch.empty((self.out_features, self.in_features), dtype=torch.int8 if int8 else torch.bfloat16)
         groups = -(-self.in_features // GROUP)

@@ -90,11 +90,11 @@ class Runner {
         const __mmask16 m = lanes(l.in - i);
         _mm512_mask_storeu_ps(given_.row(r) + i, m, load_bf16(x + r * stride + i, m));
       }
-    pool_.run([&](int) {
+    pool_.run([&](int thread) {
       if (wide)
-        decoder_.product<To::kFloat>(l, given_, rows, y, y_stride);
+        decoder_.product<To::kFloat>(thread, l, given_, rows, y, y_stride);
       else
-        decoder_.product<To::kBf16>(l, given_, rows, y, y_stride);
+        decoder_.product<To::kBf16>(thread, l, given_, rows, y, y_stride);
     });
   }
 
@@ -102,24 +102,14 @@ class Runner {
   void pack(const Linear& l, const void* plain, const bf16* scales, void* packed) {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int) {
-      pool_.phase(blocks_of(l), [&](int block) {
-        if (l.bits == 8)
-          pack_block8(l, static_cast<const int8_t*>(plain), scales, static_cast<uint8_t*>(packed), block);
-        else
-          pack_block(l, static_cast<const bf16*>(plain), static_cast<bf16*>(packed), block);
-      });
+      pool_.phase(blocks_of(l), [&](int block) { pack_block(l, plain, scales, packed, block); });
     });
   }
 
   void unpack(const Linear& l, void* plain, bf16* scales) {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int) {
-      pool_.phase(blocks_of(l), [&](int block) {
-        if (l.bits == 8)
-          unpack_block8(l, static_cast<int8_t*>(plain), scales, block);
-        else
-          unpack_block(l, static_cast<bf16*>(plain), block);
-      });
+      pool_.phase(blocks_of(l), [&](int block) { unpack_block(l, plain, scales, block); });
     });
   }
 
@@ -147,7 +137,7 @@ class Runner {
     pool_.phase(b.samples, [&](int i) {
       rms_norm(d.stream.row(b.sample_rows[i]), m.norm, m.hidden, m.eps, d.normed.row(i));
     });
-    d.logits(m, s);
+    d.logits(m, s, thread);
   }
 
   std::mutex alone_;  // a second caller waits
@@ -160,12 +150,6 @@ class Runner {
 
 float random_bf16(unsigned& seed) {  // a multiple of 1/16 in [-1, 1)
   return static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 27) / 16.0f - 1.0f;
-}
-
-bf16 to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return static_cast<bf16>(bits >> 16);
 }
 
 // Whether the products of this build are right, at sizes with every kind of edge; 0 if so.
