@@ -118,7 +118,7 @@ class ModelCandidate:
 class HeadCandidate:
     """An EAGLE head. While it is checked there are two copies of its weights: they are few."""
 
-    bits = 16
+    bits = 8
 
     def __init__(self, runner: HeadRunner) -> None:
         self._runner, self._head = runner, runner.head

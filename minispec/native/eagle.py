@@ -22,7 +22,7 @@ from minispec.native.library import (
     StepStruct,
     Team,
 )
-from minispec.native.model import Arena, PackedLinear, packed_linear, pointer, struct_of
+from minispec.native.model import Arena, PackedLinear, dense, packed_linear, pointer, struct_of
 
 
 def unsupported(head: EagleHead) -> str | None:
@@ -39,8 +39,8 @@ def unsupported(head: EagleHead) -> str | None:
 
 
 class PackedOutput(Head):
-    """A draft head's output layer, with weights of 8 bits: logits are the float32 sums, and there is no plain copy of
-    the weight. Nothing depends on a draft's logits but how often it is right."""
+    """A draft head's output layer: logits are the float32 sums, and there is no plain copy of the weight. Nothing depends
+    on a draft's logits but how often it is right."""
 
     def __init__(self, linear: PackedLinear) -> None:
         self.linear: PackedLinear = linear
@@ -54,7 +54,10 @@ class PackedOutput(Head):
 
 
 def pack(team: Team, packer: Team, head: EagleHead) -> None:
-    """Replace the head's weights by packed ones, which the eager forward reads too.
+    """Replace the head's weights by packed ones of 8 bits, which the eager forward reads too.
+
+    A proposal is a chain of small forwards, each of which waits for its weights: with half the bytes it takes a third less
+    time, and hardly a token of it changes.
 
     Args:
         team: for later calls.
@@ -63,12 +66,11 @@ def pack(team: Team, packer: Team, head: EagleHead) -> None:
     weights, output = head.weights, head.output
     linears = [weights.fc, *(x for layer in weights.layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down))]
     gate_ups = [layer.gate_up for layer in weights.layers]
-    # half of a head is its output layer; 8 bits there save a sixth of a proposal and change hardly a token of it
-    logits = BlockInt8Linear(output.weight.contiguous())
-    arena = Arena([(linear, linear in gate_ups) for linear in (*linears, logits)], packer)
+    rounded = {linear: BlockInt8Linear(dense(linear, packer), linear.bias) for linear in (*linears, output.linear)}
+    arena = Arena([(rounded[linear], linear in gate_ups) for linear in rounded], packer)
 
     def packed(linear: Linear, *, paired: bool = False) -> PackedLinear:
-        return packed_linear(team, packer, linear, paired=paired, arena=arena)
+        return packed_linear(team, packer, rounded[linear], paired=paired, arena=arena)
 
     head.weights = HeadWeights(
         fc=packed(weights.fc),
@@ -90,7 +92,7 @@ def pack(team: Team, packer: Team, head: EagleHead) -> None:
         norm=weights.norm,
         embedding=weights.embedding,
     )
-    head.output = PackedOutput(PackedLinear(team, packer, logits.blocks, arena=arena))
+    head.output = PackedOutput(packed(output.linear))
 
 
 class CompiledHead:

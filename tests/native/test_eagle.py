@@ -101,9 +101,9 @@ def test_agrees_with_eager(layout: str, everything: bool, team: Team, tmp_path: 
     got = torch.cat(probe.logits(native))
     assert len(got) == 3 + 8 + 8
     deviation = _deviation(got, expected)
-    assert deviation.median() < 0.04 and deviation.max() < 0.15
+    assert deviation.median() < 0.08 and deviation.max() < 0.25  # of 8 bits
     # the eager forward goes on over the same weights
-    assert _deviation(torch.cat(probe.logits(eager)), expected).median() < 0.04
+    assert _deviation(torch.cat(probe.logits(eager)), expected).median() < 0.08
     ours, our_values = native.best(expected, 5)
     torch.testing.assert_close(our_values, values, atol=1e-4, rtol=1e-4)
     differ = ours != best  # only where they are as likely
