@@ -39,8 +39,8 @@ def unsupported(head: EagleHead) -> str | None:
 
 
 class PackedOutput(Head):
-    """A draft head's output layer: logits are the float32 sums, and there is no plain copy of the weight. Nothing depends
-    on a draft's logits but how often it is right."""
+    """A draft head's output layer: logits are the float32 sums, and there is no plain copy of the weight. Nothing
+    depends on a draft's logits but how often it is right."""
 
     def __init__(self, linear: PackedLinear) -> None:
         self.linear: PackedLinear = linear
@@ -56,8 +56,8 @@ class PackedOutput(Head):
 def pack(team: Team, packer: Team, head: EagleHead) -> None:
     """Replace the head's weights by packed ones of 8 bits, which the eager forward reads too.
 
-    A proposal is a chain of small forwards, each of which waits for its weights: with half the bytes it takes a third less
-    time, and hardly a token of it changes.
+    A proposal is a chain of small forwards, each of which waits for its weights: with half the bytes it takes a third
+    less time, and hardly a token of it changes.
 
     Args:
         team: for later calls.
