@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.tree import DraftTree
-from minispec.upload import upload
+from minispec.upload import OnDemand
 
 WORD_BITS = 32
 """Bits per ancestor word."""
@@ -65,14 +66,16 @@ class Span:
         return self.first_key + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """The rows of all spans, one behind the other.
+@dataclass(frozen=True, eq=False)
+class StepBatch(OnDemand):
+    """The rows of all spans, one behind the other. The compiled step of a CPU reads ``arrays``, others the tensors.
 
     Attributes:
         spans: host copy of what the batch was built from.
         page_size: positions per page.
         window: sliding window in positions, or None: a row at position p sees keys at positions > p - window.
+        words: 32-bit words per row of ``ancestors``.
+        arrays, device: see ``OnDemand``; of a batch that was made of tensors the arrays are empty.
         tokens: [rows] int64.
         positions: [rows] int64, committed length + depth.
         kv_index: [rows] int64, where each row's KV is written.
@@ -89,63 +92,80 @@ class StepBatch:
     spans: tuple[Span, ...]
     page_size: int
     window: int | None
-    tokens: Tensor
-    positions: Tensor
-    kv_index: Tensor
-    row_start: Tensor
-    num_cached: Tensor
-    tree_size: Tensor
-    causal: Tensor
-    ancestors: Tensor
-    page_table: Tensor
-    sample_rows: Tensor
+    words: int
+    arrays: dict[str, array[int]]
+    device: torch.device | str
+    tokens: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    kv_index: Tensor = field(init=False)
+    row_start: Tensor = field(init=False)
+    num_cached: Tensor = field(init=False)
+    tree_size: Tensor = field(init=False)
+    causal: Tensor = field(init=False)
+    ancestors: Tensor = field(init=False)
+    page_table: Tensor = field(init=False)
+    sample_rows: Tensor = field(init=False)
 
     @staticmethod
     def build(
         spans: Sequence[Span], page_size: int, device: torch.device | str = "cpu", window: int | None = None
     ) -> StepBatch:
-        """Lay the spans out as tensors on ``device``."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        kv_index: list[int] = []
-        row_start = [0]
-        sample_rows: list[int] = []
-        words = max((-(-s.tree_size // WORD_BITS) for s in spans if s.ancestors is not None), default=1)
+        """Lay the spans out."""
+        tokens, positions, kv_index, sample_rows = array("q"), array("q"), array("q"), array("q")
+        row_start, page_table = array("i", [0]), array("i")
         ancestors: list[bytes] = []
-        width = max((len(s.pages) for s in spans), default=0)
+        words = max([-(-s.tree_size // WORD_BITS) for s in spans if s.ancestors is not None], default=1)
+        width = max([len(s.pages) for s in spans], default=0)
+        size = words * WORD_BITS // 8
         for span in spans:
-            start = span.num_cached + span.first_key
-            tokens += span.tokens
-            positions += (span.num_cached + d for d in span.depths)
-            kv_index += (
-                span.pages[p // page_size] * page_size + p % page_size for p in range(start, start + len(span.tokens))
-            )
-            sample_rows += (row_start[-1] + r for r in span.samples)
+            first, pages = len(tokens), span.pages
+            tokens.extend(span.tokens)
+            positions.extend([span.num_cached + depth for depth in span.depths])
+            key, end = span.num_cached + span.first_key, span.num_cached + span.tree_size
+            while key < end:  # a page at a time
+                page, offset = divmod(key, page_size)
+                index, count = pages[page] * page_size + offset, min(page_size - offset, end - key)
+                kv_index.extend(range(index, index + count))
+                key += count
+            sample_rows.extend([first + row for row in span.samples])
             row_start.append(len(tokens))
-            for i in range(len(span.tokens)):
-                bits = 0 if span.ancestors is None else span.ancestors[i]
-                if window is not None and bits:
-                    bits = _within_window(bits, window)
-                ancestors.append(bits.to_bytes(words * WORD_BITS // 8, "little"))
+            if span.ancestors is None:
+                ancestors.append(bytes(len(span.tokens) * size))
+            else:
+                seen = span.ancestors
+                if window is not None:
+                    seen = [_within_window(bits, window) for bits in seen]
+                ancestors += [bits.to_bytes(size, "little") for bits in seen]
+            page_table.extend(pages)
+            page_table.extend([0] * (width - len(pages)))
+        arrays = {
+            "tokens": tokens,
+            "positions": positions,
+            "kv_index": kv_index,
+            "row_start": row_start,
+            "num_cached": array("i", [s.num_cached for s in spans]),
+            "tree_size": array("i", [s.tree_size for s in spans]),
+            "causal": array("b", [s.ancestors is None for s in spans]),
+            # as words lie in memory: every machine with a GPU is little-endian
+            "ancestors": array("i", b"".join(ancestors)),
+            "page_table": page_table,
+            "sample_rows": sample_rows,
+        }
+        return StepBatch(tuple(spans), page_size, window, words, arrays, device)
 
-        fields = upload(
-            [
-                torch.tensor(tokens, dtype=torch.int64),
-                torch.tensor(positions, dtype=torch.int64),
-                torch.tensor(kv_index, dtype=torch.int64),
-                torch.tensor(row_start, dtype=torch.int32),
-                torch.tensor([s.num_cached for s in spans], dtype=torch.int32),
-                torch.tensor([s.tree_size for s in spans], dtype=torch.int32),
-                torch.tensor([s.ancestors is None for s in spans], dtype=torch.bool),
-                _int32(b"".join(ancestors)).view(len(tokens), words),
-                torch.tensor([[*s.pages, *[0] * (width - len(s.pages))] for s in spans], dtype=torch.int32).view(
-                    len(spans), width
-                ),
-                torch.tensor(sample_rows, dtype=torch.int64),
-            ],
-            device,
-        )
-        return StepBatch(tuple(spans), page_size, window, *fields)
+    @staticmethod
+    def of_tensors(page_size: int, window: int | None, tensors: Sequence[Tensor]) -> StepBatch:
+        """A batch without spans, of tensors in the order of the attributes."""
+        batch = StepBatch((), page_size, window, tensors[7].shape[1], {}, tensors[0].device)
+        batch.__dict__.update(zip(_TENSORS, tensors, strict=True))
+        return batch
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name == "ancestors":
+            return len(self.arrays["tokens"]), self.words
+        if name == "page_table":
+            return len(self.spans), max([len(span.pages) for span in self.spans], default=0)
+        return super().shape(name)
 
     @cached_property
     def visible(self) -> tuple[Tensor | None, ...]:
@@ -202,11 +222,6 @@ class StepBatch:
         return mask
 
 
-def _int32(data: bytes) -> Tensor:
-    """Bytes as words of 32 bits, as they lie in memory: every machine with a GPU is little-endian."""
-    return torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
-
-
 def _within_window(bits: int, window: int) -> int:
     """Keep the ``window`` nearest ancestors: along a path each ancestor is one position further away."""
     kept = 0
@@ -217,3 +232,6 @@ def _within_window(bits: int, window: int) -> int:
         kept |= top
         bits ^= top
     return kept
+
+
+_TENSORS = tuple(field.name for field in fields(StepBatch) if not field.init)

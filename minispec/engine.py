@@ -361,9 +361,10 @@ class Engine:
         self, logits: Tensor, first: Sequence[Request], decoding: Sequence[tuple[Request, DraftTree]]
     ) -> Tensor:
         """The target's tokens, [samples] int64, with NO_TOKEN after rows without finite logits."""
+        if self._noise.native is not None:  # whose NO_TOKEN is the same
+            return self._sampler(logits, first, decoding)
         everyone = [*first, *(request for request, _ in decoding)]
-        greedy = logits.device.type == "cpu" and all(request.params.greedy for request in everyone)
-        if greedy or self._noise.native is not None:
+        if logits.device.type == "cpu" and all(request.params.greedy for request in everyone):
             samples = self._sampler(logits, first, decoding)
             # of a row with NaN or infinities one of those is taken, so only the logits taken need a look
             return without_tokens(samples, logits.gather(-1, samples[:, None])[:, 0].isfinite())

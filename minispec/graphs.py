@@ -98,7 +98,7 @@ class StaticStep:
         self._buffer = torch.zeros(self._packing.nbytes, dtype=torch.uint8, device=device)
         *fields, self.wanted = self._packing.views(self._buffer)
         every_row = torch.arange(rows, dtype=long, device=device)
-        self.batch = StepBatch((), page_size, window, *[*fields, every_row])
+        self.batch = StepBatch.of_tensors(page_size, window, [*fields, every_row])
         self.fill(StepBatch.build([], page_size))
 
     def fill(self, batch: StepBatch) -> None:

@@ -10,15 +10,17 @@ target's own draw (Daliri, Musco & Suresh 2024, arXiv 2408.07978). Temperature 0
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minispec.upload import upload
+from minispec.upload import OnDemand
 
 if TYPE_CHECKING:
     from minispec.native.sampling import NativeSampling
@@ -211,66 +213,80 @@ def _round_keys(seed: int) -> list[tuple[int, int]]:
     return [((seed + i * 0x9E3779B9) & _MASK, ((seed >> 32) + i * 0xBB67AE85) & _MASK) for i in range(_ROUNDS)]
 
 
-@dataclass(frozen=True)
-class SamplingBatch:
+@dataclass(frozen=True, eq=False)
+class SamplingBatch(OnDemand):
     """How each sampled row is drawn, in the order of ``StepBatch.sample_rows``.
 
     Attributes:
+        keys: (seed, position of the token to be drawn) per row.
+        arrays, device: see ``OnDemand``.
+        greedy: every row has temperature 0.
+        truncated: some row uses top_k, top_p or min_p.
         temperature: [samples] float32; 0 is greedy.
         top_k: [samples] int64; 0 is off.
         top_p: [samples] float32 in [0, 1]; 1 is off, 0 keeps the best token only.
         min_p: [samples] float32 in [0, 1]; 0 is off.
-        keys: (seed, position of the token to be drawn) per row.
-        greedy: every row has temperature 0.
-        truncated: some row uses top_k, top_p or min_p.
-        key_tensor: [samples, 2] int64, ``keys`` on the device; None lets the kernels copy them.
+        key_tensor: [samples, 2] int64, ``keys``.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
     keys: tuple[tuple[int, int], ...]
+    arrays: dict[str, array[int] | array[float]]
+    device: torch.device | str
     greedy: bool
     truncated: bool
-    key_tensor: Tensor | None = None
+    temperature: Tensor = field(init=False)
+    top_k: Tensor = field(init=False)
+    top_p: Tensor = field(init=False)
+    min_p: Tensor = field(init=False)
+    key_tensor: Tensor = field(init=False)
 
-    def select(self, rows: Tensor) -> SamplingBatch:
-        """The part of it that some rows are, [n] int64 on the CPU."""
-        at = rows.tolist()
-        greedy = bool((self.temperature[rows] == 0).all())
-        return SamplingBatch(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            keys=tuple(self.keys[i] for i in at),
-            greedy=greedy,
-            truncated=self.truncated and not greedy,
+    @staticmethod
+    def of(
+        *,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        keys: Sequence[tuple[int, int]],
+        device: torch.device | str = "cpu",
+    ) -> SamplingBatch:
+        """From values per row."""
+        arrays: dict[str, array[int] | array[float]] = {
+            "temperature": array("f", temperature),
+            "top_k": array("q", top_k),
+            "top_p": array("f", top_p),
+            "min_p": array("f", min_p),
+            "key_tensor": array("q", itertools.chain.from_iterable(keys)),
+        }
+        greedy = not any(temperature)
+        truncated = not greedy and any(
+            t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in zip(temperature, top_k, top_p, min_p, strict=True)
         )
+        return SamplingBatch(tuple(keys), arrays, device, greedy, truncated)
 
     @staticmethod
     def build(rows: Sequence[tuple[Request, int]], device: torch.device | str = "cpu") -> SamplingBatch:
         """From (request, position of the token to be drawn) per row."""
         params = [request.params for request, _ in rows]
-        keys = tuple((request.seed, position) for request, position in rows)
-        temperature, top_k, top_p, min_p, key_tensor = upload(
-            [
-                torch.tensor([0.0 if p.greedy else p.temperature for p in params]),
-                torch.tensor([min(max(p.top_k, 0), _ALL) for p in params], dtype=torch.int64),
-                torch.tensor([p.top_p for p in params], dtype=torch.float32),
-                torch.tensor([p.min_p for p in params], dtype=torch.float32),
-                torch.tensor(keys, dtype=torch.int64).view(len(keys), 2),
-            ],
-            device,
+        return SamplingBatch.of(
+            temperature=[0.0 if p.greedy else p.temperature for p in params],
+            top_k=[min(max(p.top_k, 0), _ALL) for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            keys=[(request.seed, position) for request, position in rows],
+            device=device,
         )
-        return SamplingBatch(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            keys=keys,
-            greedy=all(p.greedy for p in params),
-            truncated=any(not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
-            key_tensor=key_tensor,
-        )
+
+    def select(self, rows: Tensor) -> SamplingBatch:
+        """The part of it that some rows are, [n] int64 on the CPU."""
+        at = rows.tolist()
+        own: dict[str, Any] = {
+            name: [values[i] for i in at] for name, values in self.arrays.items() if name in _SETTINGS
+        }
+        return SamplingBatch.of(keys=[self.keys[i] for i in at], device=self.device, **own)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (len(self.keys), 2) if name == "key_tensor" else super().shape(name)
+
+
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p")

@@ -5,9 +5,10 @@ Tree-masked verification: SpecInfer (Miao et al. 2023, arXiv 2305.09781, section
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import le, lt
 
 MAX_NODES = 256
 """Most nodes one tree may have, root included; the attention kernels are built for it."""
@@ -41,14 +42,19 @@ class DraftTree:
             raise ValueError(f"{n} tokens need as many parents and values, not {len(self.parents)}, {len(self.values)}")
         if self.parents[0] != -1:
             raise ValueError(f"the root has parent -1, not {self.parents[0]}")
-        for i in range(1, n):
-            p = self.parents[i]
-            if not 0 <= p < i:
-                raise ValueError(f"node {i} has parent {p}: a parent comes before its child and is not negative")
-            # `not <=` also refuses NaN
-            if not self.values[i] <= self.values[p]:
-                raise ValueError(f"node {i} has value {self.values[i]}, above its parent's {self.values[p]}")
-        if len({(self.parents[i], self.tokens[i]) for i in range(n)}) != n:
+        if n == 1:
+            return
+        values, parents = self.values, self.parents[1:]
+        if min(parents) < 0 or not all(map(lt, parents, range(1, n))):
+            i = next(i for i, p in enumerate(parents, 1) if not 0 <= p < i)
+            raise ValueError(
+                f"node {i} has parent {self.parents[i]}: a parent comes before its child and is not negative"
+            )
+        # `not <=` also refuses NaN
+        if not all(map(le, values[1:], map(values.__getitem__, parents))):
+            i = next(i for i, p in enumerate(parents, 1) if not values[i] <= values[p])
+            raise ValueError(f"node {i} has value {values[i]}, above its parent's {values[self.parents[i]]}")
+        if len(set(zip(parents, self.tokens[1:], strict=True))) != n - 1:
             raise ValueError("two siblings carry the same token")
 
     @staticmethod
@@ -62,25 +68,25 @@ class DraftTree:
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """Distance of each node from the root. A node's position is the committed length plus this."""
-        depth = [0] * len(self)
-        for i in range(1, len(self)):
-            depth[i] = depth[self.parents[i]] + 1
+        depth = [0]
+        for parent in self.parents[1:]:
+            depth.append(depth[parent] + 1)
         return tuple(depth)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
         """Bit mask per node: bit ``j`` is set iff node ``j`` is the node itself or one of its ancestors."""
-        bits = [1] * len(self)
-        for i in range(1, len(self)):
-            bits[i] = bits[self.parents[i]] | 1 << i
+        bits = [1]
+        for i, parent in enumerate(self.parents[1:], 1):
+            bits.append(bits[parent] | 1 << i)
         return tuple(bits)
 
     @cached_property
     def children(self) -> tuple[dict[int, int], ...]:
         """Per node: child token → child index."""
         children: tuple[dict[int, int], ...] = tuple({} for _ in self.tokens)
-        for i in range(1, len(self)):
-            children[self.parents[i]][self.tokens[i]] = i
+        for i, (parent, token) in enumerate(zip(self.parents[1:], self.tokens[1:], strict=True), 1):
+            children[parent][token] = i
         return children
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -95,18 +101,23 @@ class DraftTree:
         """The subtree of ``nodes``, in their old order. The set must contain the parent of each of its nodes."""
         kept = sorted(set(nodes))
         index = {old: new for new, old in enumerate(kept)}
-        if not kept or kept[0] != 0 or any(self.parents[i] not in index for i in kept[1:]):
-            raise ValueError("the nodes to keep are not closed under taking the parent")
-        return DraftTree(
-            tuple(self.tokens[i] for i in kept),
-            tuple(index[self.parents[i]] if i else -1 for i in kept),
-            tuple(self.values[i] for i in kept),
-        )
+        index[-1] = -1
+        tokens, parents, values = self.tokens, self.parents, self.values
+        try:
+            return DraftTree(
+                tuple([tokens[i] for i in kept]),
+                tuple([index[parents[i]] for i in kept]),
+                tuple([values[i] for i in kept]),
+            )
+        except KeyError:
+            raise ValueError("the nodes to keep are not closed under taking the parent") from None
 
     def best(self, count: int, max_depth: int = MAX_NODES) -> DraftTree:
         """The ``count`` nodes of highest value no deeper than ``max_depth``: closed, as values fall along a path."""
-        if count >= len(self) and max(self.depth) <= max_depth:
+        nodes: Sequence[int] = range(len(self))
+        if len(self) > max_depth + 1:  # else it cannot be deeper
+            nodes = [i for i, depth in enumerate(self.depth) if depth <= max_depth]
+        if count >= len(self) == len(nodes):
             return self
-        # sort is stable and parents precede children, so ties keep the parent first
-        order = sorted((i for i in range(len(self)) if self.depth[i] <= max_depth), key=lambda i: -self.values[i])
-        return self.keep(order[: max(count, 1)])
+        # sort is stable, in reverse too, and parents precede children, so ties keep the parent first
+        return self.keep(sorted(nodes, key=self.values.__getitem__, reverse=True)[: max(count, 1)])

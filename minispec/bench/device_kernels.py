@@ -323,18 +323,15 @@ def _kv_commit_path(s: Shapes, dtype: torch.dtype, device: torch.device) -> Prob
 
 
 def _sampling(rows: int, kind: str, device: torch.device) -> SamplingBatch:
-    keys = tuple((i // 4, 100 + i) for i in range(rows))
     top_k = [(0, 50, 3)[i % 3] if kind == "truncated" else 0 for i in range(rows)]
     top_p = [(0.9, 0.5, 1.0)[i % 3] if kind == "truncated" else 1.0 for i in range(rows)]
-    return SamplingBatch(
-        temperature=torch.full((rows,), 0.0 if kind == "greedy" else 0.8, device=device),
-        top_k=torch.tensor(top_k, device=device),
-        top_p=torch.tensor(top_p, device=device),
-        min_p=torch.full((rows,), 0.01 if kind == "truncated" else 0.0, device=device),
-        keys=keys,
-        greedy=kind == "greedy",
-        truncated=kind == "truncated",
-        key_tensor=torch.tensor(keys, device=device),
+    return SamplingBatch.of(
+        temperature=[0.0 if kind == "greedy" else 0.8] * rows,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=[0.01 if kind == "truncated" else 0.0] * rows,
+        keys=[(i // 4, 100 + i) for i in range(rows)],
+        device=device,
     )
 
 

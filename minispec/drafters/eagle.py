@@ -17,7 +17,7 @@ from torch import Tensor
 from minispec.batch import Span
 from minispec.drafters.eagle_head import EagleHead
 from minispec.drafters.eagle_runner import HeadRunner
-from minispec.drafters.grow import CacheState, GrowingDrafter, Growth
+from minispec.drafters.grow import Best, CacheState, GrowingDrafter, Growth
 from minispec.kv_cache import PagePool
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
@@ -27,8 +27,9 @@ from minispec.verify import Acceptance
 
 _AGAIN = 64
 """Positions that the target computes again at most, for the sake of the head, of a prefix that it has cached."""
-_RAW_ROWS = 64
-"""Rows of tapped hidden states kept as they came: several times wider than fused ones, but fused better together."""
+_RAW_STEPS = 32
+"""Steps whose tapped hidden states are kept as they came: several times wider than fused ones, and with them what other
+slots tapped in the same step; but fused better together."""
 
 
 @dataclass
@@ -123,13 +124,16 @@ class EagleDrafter(GrowingDrafter[_State]):
         """Keep the target's hidden states along the path; the nodes' own rows in the cache are dead."""
         state = self._states[slot]
         assert state.tree is not None, "the step was not observed"
-        path = torch.tensor(acceptance.path, device=state.tree.device)
+        path, count = acceptance.path, len(acceptance.path)
         # a slot that is not drafted for goes on collecting
-        if sum(map(len, state.raw)) >= _RAW_ROWS:
+        if len(state.raw) >= _RAW_STEPS:
             with torch.inference_mode():
                 state.fused.append(self._head.fuse(torch.cat(state.raw)))
             state.raw.clear()
-        state.raw.append(state.tree.index_select(0, path))
+        if path[-1] == count - 1:  # the first nodes, as nodes of a path rise
+            state.raw.append(state.tree[:count])
+        else:
+            state.raw.append(state.tree.index_select(0, torch.tensor(path, device=state.tree.device)))
         state.tree = None
 
     def _new_state(self) -> _State:
@@ -137,30 +141,37 @@ class EagleDrafter(GrowingDrafter[_State]):
 
     def _num_pending(self, slot: Slot) -> int:
         state = self._states[slot]
-        return sum(map(len, state.fused)) + sum(map(len, state.raw))
+        return slot.num_cached - state.gap - state.num_cached
 
     @torch.inference_mode()
     def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
         states = [self._states[slot] for slot, _, _ in reads]
         raw = [part for state in states for part in state.raw]
         if raw:
-            fused = self._head.fuse(torch.cat(raw)).split([sum(map(len, state.raw)) for state in states])
-            for state, rows in zip(states, fused, strict=True):
-                if len(rows):
-                    state.fused.append(rows)
+            fused = self._head.fuse(_joined(raw))
+            first = 0
+            for state in states:
+                if count := sum(map(len, state.raw)):
+                    state.fused.append(fused[first : first + count])
+                    first += count
                 state.raw.clear()
         spans, hidden = [], []
         for state, (slot, count, complete) in zip(states, reads, strict=True):
-            pending = torch.cat(state.fused)
-            hidden.append(pending[:count])
-            state.fused = [pending[count:]] if count < len(pending) else []
+            if complete:
+                hidden += state.fused
+                state.fused = []
+            else:
+                pending = _joined(state.fused)
+                hidden.append(pending[:count])
+                state.fused = [pending[count:]]
             start = state.gap + state.num_cached
             tokens = slot.request.tokens[start + 1 : start + 1 + count]
             spans.append(Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete))
-        logits = self._forward(spans, [state.gap for state in states], torch.cat(hidden))
+        logits = self._forward(spans, [state.gap for state in states], _joined(hidden))
         for state, (slot, count, _) in zip(states, reads, strict=True):
             state.num_cached += count
-            if not state.gap:
+            # the text is looked at where another page of it is full
+            if not state.gap and state.num_cached // self._kv.page_size > len(state.chain):
                 text = slot.request.tokens[1:]
                 self._pool.remember(state.chain, state.pages, slot.request.owner, text, state.num_cached)
         return logits
@@ -179,12 +190,18 @@ class EagleDrafter(GrowingDrafter[_State]):
         self._hidden, logits = self._runner.forward(spans, gaps, hidden)
         return logits
 
-    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> Best:
         if all(request.params.greedy for request, _ in rows):
             return self._runner.best(logits, self._children)
         if self.noise.native is not None:  # which has NaN, too, for the values of a row that is not finite
-            return self._best_children(logits, SamplingBatch.build(rows))
+            tokens, values = self._best_children(logits, SamplingBatch.build(rows))
+            return tokens.tolist(), values.tolist()
         return super()._children_of(rows, logits)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         return self._head.vocabulary.best_children(logits, sampling, self.noise, self._children)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of all of them; without a copy where there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

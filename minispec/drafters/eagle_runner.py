@@ -12,6 +12,7 @@ from torch import Tensor
 from minispec import kernels
 from minispec.batch import Span, StepBatch
 from minispec.drafters.eagle_head import EagleHead
+from minispec.drafters.grow import Best, fetched
 from minispec.kv_cache import KVCache
 
 
@@ -32,9 +33,9 @@ class HeadForward(Protocol):
             g [samples, hidden] and float32 logits [samples, ``vocabulary.size``] of the sampled rows.
         """
 
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest of each row, [rows, k] each: (the target's ids int64, log-probabilities float32), best first.
-        A row that is not finite has NaN for values; k is at most the row's length."""
+    def best(self, logits: Tensor, k: int) -> Best:
+        """The k likeliest of each row: the target's ids and log-probabilities. A row that is not finite has NaN for
+        values; k is at most the row's length."""
 
 
 class EagerHead:
@@ -54,11 +55,11 @@ class EagerHead:
         g = self._head.forward(batch.tokens, hidden, attend)[batch.sample_rows]
         return g, self._head.logits(g)
 
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, k: int) -> Best:
         # what a row without numbers gives is undefined, so it is kept from the kernel
         finite = logits.amax(-1, keepdim=True).isfinite()
         tokens, values = kernels.top_logprobs(logits.where(finite, 0.0), k)
-        return self._head.vocabulary.targets(tokens), values.where(finite, math.nan)
+        return fetched(self._head.vocabulary.targets(tokens), values.where(finite, math.nan))
 
 
 class HeadRunner:
@@ -107,6 +108,6 @@ class HeadRunner:
             positions = positions + torch.tensor(shifts, device=self.device)
         return self._forward(batch, positions, hidden, self.kv)
 
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, k: int) -> Best:
         """As ``HeadForward.best``."""
         return self._forward.best(logits, k)

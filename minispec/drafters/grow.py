@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -42,6 +43,7 @@ class Growth:
         bits: node → the keys it sees, itself included.
         rows: node of the last frontier run → its row among that forward's samples.
         ranks: where trees have a given shape: per node, its rank among its siblings and the ranks on the way to it.
+        least: what a node must be worth to be among the best ``max_nodes`` so far.
     """
 
     slot: Slot
@@ -55,6 +57,7 @@ class Growth:
     bits: dict[int, int] = field(default_factory=lambda: {0: 0})
     rows: dict[int, int] = field(default_factory=dict)
     ranks: list[Ranks] = field(default_factory=lambda: [()])
+    least: float = -sys.float_info.max
 
     @property
     def reached(self) -> float:
@@ -81,29 +84,34 @@ class Growth:
             first_key=first,
         )
 
-    def add(self, node: int, children: Sequence[tuple[int, float]], shape: TreeShape | None) -> None:
-        """Add a node's children, (token, log-probability) best first: all of them, or those that ``shape`` has."""
+    def add(self, node: int, children: Children, shape: TreeShape | None) -> None:
+        """Add a node's children: those that are worth enough, of those that ``shape`` has."""
         if shape is not None:
             paths = [(*self.ranks[node], rank) for rank in range(len(children))]
             kept = [rank for rank, path in enumerate(paths) if path in shape.paths]
             self.ranks += [paths[rank] for rank in kept]
             children = [children[rank] for rank in kept]
-        value = self.values[node]
-        self.tokens += [token for token, _ in children]
-        self.values += [value + own for _, own in children]
-        self.parents += [node] * len(children)
-        self.depths += [self.depths[node] + 1] * len(children)
+        value, least, first = self.values[node], self.least, len(self.tokens)
+        for token, own in children:
+            if (worth := value + own) < least:
+                break
+            self.tokens.append(token)
+            self.values.append(worth)
+        count = len(self.tokens) - first
+        self.parents += [node] * count
+        self.depths += [self.depths[node] + 1] * count
 
     def tree(self) -> DraftTree:
         """The best ``max_nodes`` nodes: closed under taking the parent, as values fall along a path."""
-        # the sort is stable and parents precede children, so ties keep the parent first
-        order = sorted(range(len(self.tokens)), key=lambda node: -self.values[node])
-        kept = sorted(order[: self.max_nodes])
-        index = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        tokens, parents, values = self.tokens, self.parents, self.values
+        # the sort is stable, in reverse too, and parents precede children, so ties keep the parent first
+        kept = sorted(sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[: self.max_nodes])
+        index = {node: i for i, node in enumerate(kept)}
+        index[-1] = -1
         return DraftTree(
-            tuple(self.tokens[node] for node in kept),
-            tuple(index[self.parents[node]] for node in kept),
-            tuple(self.values[node] for node in kept),
+            tuple([tokens[node] for node in kept]),
+            tuple([index[parents[node]] for node in kept]),
+            tuple([values[node] for node in kept]),
         )
 
 
@@ -122,8 +130,11 @@ class CacheState:
     chain: list[Node] = field(default_factory=list)
 
 
-_NEVER = -math.inf
-"""Log-probability of what cannot be."""
+Best = tuple[list[list[int]], list[list[float]]]
+"""The best tokens of some rows and what they are worth, a list for each row, best first."""
+
+Children = Sequence[tuple[int, float]]
+"""A node's children: (token, log-probability), best first."""
 
 State = TypeVar("State", bound=CacheState)
 
@@ -163,31 +174,34 @@ class RankingDrafter(BaseDrafter):
         """(tokens, values), both [rows, children], as ``kernels.top_children`` gives them."""
         return kernels.top_children(logits, sampling, self.noise, self._children)
 
-    def _rank(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> list[list[tuple[int, float]]]:
+    def _rank(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> list[Children]:
         """(token, log-probability) of each row's children, best first; none for a row that is not finite.
 
         Args:
             rows: request, and position of the children.
             logits: [rows, vocab] float32.
         """
-        tokens, values = self._children_of(rows, logits)
-        ranked = []
-        for row, row_values in zip(*_fetched(tokens, values), strict=True):
-            if math.isnan(row_values[0]):
+        ranked: list[Children] = []
+        for tokens, values in zip(*self._children_of(rows, logits), strict=True):
+            if math.isnan(values[0]):
                 self._count_invalid()
-            # NaN is no number, and -inf is outside the request's top-k, top-p or min-p: the target cannot draw it
-            ranked.append(
-                [(token, min(value, 0.0)) for token, value in zip(row, row_values, strict=True) if value > _NEVER]
-            )
+                ranked.append(())
+                continue
+            # outside the request's top-k, top-p or min-p: the target cannot draw it
+            while values and values[-1] == -math.inf:
+                values.pop()
+            if values and values[0] > 0.0:  # by rounding
+                values = [min(value, 0.0) for value in values]
+            ranked.append(list(zip(tokens, values, strict=False)))
         return ranked
 
-    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, values), both [rows, children], best first; the values of a row that is not finite are NaN."""
+    def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> Best:
+        """The best of each row; the values of a row that is not finite are NaN."""
         # what a row without numbers lets the target draw is undefined, so it is kept from the kernel
         finite = logits.amax(-1, keepdim=True).isfinite()
         sampling = SamplingBatch.build(rows, device=logits.device)
         tokens, values = self._best_children(logits.where(finite, 0.0), sampling)
-        return tokens, values.where(finite, math.nan)
+        return fetched(tokens, values.where(finite, math.nan))
 
     def _count_invalid(self) -> None:
         if not self.invalid:
@@ -253,7 +267,9 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         for depth in range(1, layers + 1):
             # a layer pays only if its nodes can be both kept and used: the tokens of a walk are one more than its depth
             growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
-            if not growing or depth == layers or sum(g.reached for g in growing) < self.least_gain:
+            if not growing or depth == layers:
+                break
+            if self.least_gain and sum(g.reached for g in growing) < self.least_gain:
                 break
             self._add_children(growing, self._run(growing))
         return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
@@ -291,9 +307,10 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         ready = []
         room = self._chunk
         # the shortest first: those that draft already go on while a long prompt is read
-        for growth in sorted(growths, key=lambda growth: self._num_pending(growth.slot)):
+        waiting = [(self._num_pending(growth.slot), i) for i, growth in enumerate(growths)]
+        for pending, i in sorted(waiting):
+            growth = growths[i]
             slot, state = growth.slot, self._states[growth.slot]
-            pending = self._num_pending(slot)
             if pending == 0:  # nothing to begin from: the row of the last token is not known
                 continue
             count = min(pending, max(room, 1))
@@ -332,8 +349,8 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
                 layer = [node for node in layer if growth.ranks[node] in self._shape.parents]
             elif len(growth.tokens) > growth.max_nodes:
                 # what is not among the best now never will be, nor will its children: they are not worth running
-                least = sorted(growth.values)[-growth.max_nodes]
-                layer = [node for node in layer if growth.values[node] >= least]
+                growth.least = sorted(growth.values)[-growth.max_nodes]
+                layer = [node for node in layer if growth.values[node] >= growth.least]
             growth.frontier = sorted(layer, key=growth.values.__getitem__, reverse=True)[: self._width]
 
     def _extend(self, state: CacheState, positions: int) -> bool:
@@ -346,9 +363,9 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         return True
 
 
-def _fetched(tokens: Tensor, values: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """Both as lists of rows."""
+def fetched(tokens: Tensor, values: Tensor) -> Best:
+    """[rows, k] each, as lists."""
     # side by side, as each fetch waits for the device; ids are exact in float64
-    fetched = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
+    rows = torch.cat([tokens.double(), values.double()], dim=-1).tolist()
     k = tokens.shape[1]
-    return [list(map(int, row[:k])) for row in fetched], [row[k:] for row in fetched]
+    return [list(map(int, row[:k])) for row in rows], [row[k:] for row in rows]

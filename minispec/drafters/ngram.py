@@ -22,6 +22,7 @@ MAX_AGREEMENT = 12
 MAX_OCCURRENCES = 64
 """Most recent occurrences of the last token that are looked at."""
 MAX_DEPTH = 24
+_WEIGHTS = [4.0**agreement for agreement in range(MAX_AGREEMENT + 1)]  # of an occurrence, by its agreement
 
 
 @dataclass
@@ -49,14 +50,16 @@ class _Text:
         seen: token → positions at which it stands, ascending.
         length: how many tokens have been indexed.
         rates: this request's own acceptance.
-        agreement: per node of the last proposal, keyed by its path of tokens.
+        agreement: per node of the last proposal; the root's means nothing.
+        nodes: (parent, token) → node.
     """
 
     seen: dict[int, list[int]] = field(default_factory=dict)
     length: int = 0
     hits: list[float] = field(default_factory=lambda: [0.0] * (MAX_AGREEMENT + 1))
     tries: list[float] = field(default_factory=lambda: [0.0] * (MAX_AGREEMENT + 1))
-    agreement: dict[tuple[int, ...], int] = field(default_factory=dict)
+    agreement: list[int] = field(default_factory=list)
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class NgramDrafter(BaseDrafter):
@@ -80,16 +83,16 @@ class NgramDrafter(BaseDrafter):
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Count a trial for every verified child of an accepted node."""
         text = self._texts[slot]
+        at = 0
         for node, token in zip(acceptance.path, acceptance.tokens, strict=True):
-            path = tuple(tree.tokens[i] for i in tree.path(node)[1:])
             for child in tree.children[node]:
-                agreement = text.agreement.get((*path, child))
-                if agreement is None:
-                    continue
-                for counts in (text, self._rates):
-                    counts.tries[agreement] += 1
-                    counts.hits[agreement] += child == token
-        text.agreement.clear()  # the next tree may come without this drafter having been asked
+                if (own := text.nodes.get((at, child))) is not None:
+                    for counts in (text, self._rates):
+                        counts.tries[text.agreement[own]] += 1
+                        counts.hits[text.agreement[own]] += child == token
+            if (at := text.nodes.get((at, token), 0)) == 0:
+                break
+        text.nodes.clear()  # the next tree may come without this drafter having been asked
 
     def _propose(self, slot: Slot, max_nodes: int) -> DraftTree:
         tokens, text = slot.request.tokens, self._texts[slot]
@@ -98,44 +101,46 @@ class NgramDrafter(BaseDrafter):
         for position in range(text.length, last):
             text.seen.setdefault(tokens[position], []).append(position)
         text.length = last
-        text.agreement.clear()
+        text.nodes.clear()
         found = text.seen.get(tokens[last], ())[-MAX_OCCURRENCES:]
         if max_nodes <= 1 or not found:
             return DraftTree.root(tokens[last])
         occurrences = [(position, self._agreement(tokens, position)) for position in found]
 
-        tree_tokens, parents, values = [tokens[last]], [-1], [0.0]
-        paths: list[tuple[int, ...]] = [()]
+        tree_tokens, parents, values, depths = [tokens[last]], [-1], [0.0], [0]
+        text.agreement = [0]
         # heap of children not yet in the tree: (-value, tie-break, parent, token, agreement, occurrences behind it)
         heap: list[tuple[float, int, int, int, int, list[tuple[int, int]]]] = []
         pushed = 0
 
         def push_children(node: int, at: list[tuple[int, int]]) -> None:
             nonlocal pushed
-            groups: dict[int, list[tuple[int, int]]] = {}
+            # token → (weight, longest agreement before it was appended, the occurrences that go on with it)
+            groups: dict[int, tuple[float, int, list[tuple[int, int]]]] = {}
             for position, agreement in at:
-                if position + 1 <= last:
-                    groups.setdefault(tokens[position + 1], []).append((position + 1, agreement + 1))
-            weights = {token: sum(4.0 ** (a - 1) for _, a in group) for token, group in groups.items()}
-            total = sum(weights.values())
-            for token, group in groups.items():
+                if position < last:
+                    own = (position + 1, min(agreement + 1, MAX_AGREEMENT))
+                    weight, longest, group = groups.get(tokens[position + 1]) or (0.0, 0, [])
+                    group.append(own)
+                    groups[tokens[position + 1]] = (weight + _WEIGHTS[agreement], max(longest, agreement), group)
+            total = sum([weight for weight, _, _ in groups.values()])
+            for token, (weight, longest, group) in groups.items():
                 # the agreement before this token was appended is what its rate is about
-                agreement = min(max(a for _, a in group) - 1, MAX_AGREEMENT)
-                probability = self._rate(text, agreement) * weights[token] / total
-                capped = [(p, min(a, MAX_AGREEMENT)) for p, a in group]
-                heapq.heappush(heap, (-(values[node] + math.log(probability)), pushed, node, token, agreement, capped))
+                probability = self._rate(text, longest) * weight / total
+                heapq.heappush(heap, (-(values[node] + math.log(probability)), pushed, node, token, longest, group))
                 pushed += 1
 
         push_children(0, occurrences)
         while heap and len(tree_tokens) < max_nodes:
             cost, _, parent, token, agreement, group = heapq.heappop(heap)
+            node = text.nodes[parent, token] = len(tree_tokens)
             tree_tokens.append(token)
             parents.append(parent)
             values.append(-cost)
-            paths.append((*paths[parent], token))
-            text.agreement[paths[-1]] = agreement
-            if len(paths[-1]) < MAX_DEPTH:
-                push_children(len(tree_tokens) - 1, group)
+            depths.append(depths[parent] + 1)
+            text.agreement.append(agreement)
+            if depths[node] < MAX_DEPTH:
+                push_children(node, group)
         return DraftTree(tuple(tree_tokens), tuple(parents), tuple(values))
 
     def _rate(self, text: _Text, agreement: int) -> float:

@@ -28,15 +28,26 @@ class _State:
     Attributes:
         rates: how often children came true, by member and by the probability that the member gave them.
         success: per member, the accepted nodes that it proposed, averaged over recent verifications.
-        guesses: per node of the last proposal, by its path of tokens: (member, probability after its parent) of all
-            members that proposed it.
+        children: per node of the last proposal, before it was cut: child token → child.
+        guesses: per node: (member, probability after its parent) of all members that proposed it.
+        sources: per node: their names.
         asked: the members that took part in it.
     """
 
     rates: Rates
     success: list[float]
-    guesses: dict[tuple[int, ...], list[tuple[int, float]]] = field(default_factory=dict)
+    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    guesses: list[list[tuple[int, float]]] = field(default_factory=lambda: [[]])
+    sources: list[tuple[str, ...]] = field(default_factory=lambda: [()])
     asked: list[int] = field(default_factory=list)
+
+    def find(self, tree: DraftTree) -> list[int | None]:
+        """Per node of a tree, the node of the last proposal; None where that had none, and below there."""
+        found: list[int | None] = [0]
+        for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+            above = found[parent]
+            found.append(None if above is None else self.children[above].get(token))
+        return found
 
 
 class UnionDrafter(BaseDrafter):
@@ -102,28 +113,31 @@ class UnionDrafter(BaseDrafter):
         return [self._merge(slot, proposals[slot], count) for slot, count in zip(slots, max_nodes, strict=True)]
 
     def sources(self, slot: Slot, tree: DraftTree) -> Sequence[tuple[str, ...]]:
-        guesses = self._states[slot].guesses
-        return [tuple(self._members[m].name for m, _ in guesses.get(path, ())) for path in _paths(tree)]
+        state = self._states[slot]
+        return [() if node is None else state.sources[node] for node in state.find(tree)]
 
     def observe(self, slot: Slot, features: Tensor) -> None:
         """Hand each member the columns of the hidden states that it taps."""
-        blocks = dict(zip(self.taps, features.chunk(len(self.taps), dim=-1), strict=True))
         for member in self._members:
-            if member.taps:
-                whole = member.taps == self.taps
-                own = features if whole else torch.cat([blocks[tap] for tap in member.taps], dim=-1)
-                member.observe(slot, own)
+            if member.taps == self.taps:
+                member.observe(slot, features)
+            elif member.taps:
+                blocks = dict(zip(self.taps, features.chunk(len(self.taps), dim=-1), strict=True))
+                member.observe(slot, torch.cat([blocks[tap] for tap in member.taps], dim=-1))
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Count what came of every guess at a child of an accepted node. Members see the merged tree."""
         state = self._states[slot]
-        paths = _paths(tree)
         right = [0] * len(self._members)  # accepted nodes that each had proposed
+        at: int | None = 0
         for node, token in zip(acceptance.path, acceptance.tokens, strict=True):
-            for child, index in tree.children[node].items():
-                for m, probability in state.guesses.get(paths[index], ()):
+            if at is None:
+                break
+            for child in tree.children[node]:
+                for m, probability in state.guesses[state.children[at].get(child, 0)]:
                     state.rates.record(self._kind(m, probability), child == token)
                     right[m] += child == token
+            at = state.children[at].get(token)
         for m in state.asked:
             for success in (state.success, self._success):
                 success[m] = _MEMORY * success[m] + (1 - _MEMORY) * right[m]
@@ -140,38 +154,45 @@ class UnionDrafter(BaseDrafter):
     def _kind(m: int, probability: float) -> int:
         return m * _BINS + min(int(probability * _BINS), _BINS - 1)
 
-    def _corrected(self, rates: Rates, m: int, probability: float) -> float:
-        kind = self._kind(m, probability)
-        return min(max(probability * rates[kind] * _BINS / (kind % _BINS + 0.5), 1e-6), 0.995)
-
     def _merge(self, slot: Slot, proposals: Sequence[tuple[int, DraftTree]], max_nodes: int) -> DraftTree:
         state = self._states[slot]
         state.asked = [m for m, _ in proposals]
-        nodes: dict[tuple[int, ...], list[tuple[int, float]]] = {(): []}  # parents before their children
+        children: list[dict[int, int]] = [{}]
+        guesses: list[list[tuple[int, float]]] = [[]]
+        sources: list[tuple[str, ...]] = [()]
+        state.children, state.guesses, state.sources = children, guesses, sources
+        tokens, parents = [slot.request.tokens[-1]], [-1]
         for m, tree in proposals:
-            for i, path in enumerate(_paths(tree)):
-                if i:
-                    probability = math.exp(tree.values[i] - tree.values[tree.parents[i]])
-                    nodes.setdefault(path, []).append((m, probability))
-        values: dict[tuple[int, ...], float] = {(): 0.0}
-        for path, guesses in nodes.items():
-            if path:
-                likeliest = max(self._corrected(state.rates, m, p) for m, p in guesses)
-                values[path] = values[path[:-1]] + math.log(likeliest)
-        # the sort is stable and children are worth less than their parents, so what is kept is a tree
-        kept = sorted(nodes, key=lambda path: -values[path])[: min(max_nodes, MAX_NODES)]
-        state.guesses = {path: nodes[path] for path in kept}
-        index = {path: i for i, path in enumerate(kept)}
+            name, at = (self._members[m].name,), [0]
+            for token, above, value in zip(tree.tokens[1:], tree.parents[1:], tree.values[1:], strict=True):
+                parent = at[above]
+                node = children[parent].get(token)
+                if node is None:
+                    node = children[parent][token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(parent)
+                    children.append({})
+                    guesses.append([])
+                    sources.append(())
+                guesses[node].append((m, math.exp(value - tree.values[above])))
+                sources[node] += name
+                at.append(node)
+        values = [0.0]
+        rates: dict[int, float] = {}  # by kind
+        for node in range(1, len(tokens)):
+            likeliest = 0.0
+            for m, probability in guesses[node]:
+                kind = self._kind(m, probability)
+                if kind not in rates:
+                    rates[kind] = state.rates[kind]
+                likeliest = max(likeliest, probability * rates[kind] * _BINS / (kind % _BINS + 0.5))
+            values.append(values[parents[node]] + math.log(min(max(likeliest, 1e-6), 0.995)))
+        # the sort is stable, in reverse too, and children are worth less than their parents: what is kept is a tree
+        kept = sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[: min(max_nodes, MAX_NODES)]
+        index = {node: i for i, node in enumerate(kept)}
+        index[-1] = -1
         return DraftTree(
-            (slot.request.tokens[-1], *(path[-1] for path in kept[1:])),
-            (-1, *(index[path[:-1]] for path in kept[1:])),
-            tuple(values[path] for path in kept),
+            tuple([tokens[node] for node in kept]),
+            tuple([index[parents[node]] for node in kept]),
+            tuple([values[node] for node in kept]),
         )
-
-
-def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    """Per node, the tokens on the way to it, the root's left out."""
-    paths: list[tuple[int, ...]] = [()]
-    for i in range(1, len(tree)):
-        paths.append((*paths[tree.parents[i]], tree.tokens[i]))
-    return paths

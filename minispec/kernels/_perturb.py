@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from minispec.kernels._triton import jit
-from minispec.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 4096
 """Tokens one program scores; a row is shared out over vocab / BLOCK programs."""
-
-
-def keys_on(sampling: SamplingBatch, device: torch.device) -> Tensor:
-    """[samples, 2] int64 (seed, position) on the device: the batch's own tensor, or a copy of its host keys."""
-    if sampling.key_tensor is not None:
-        return sampling.key_tensor
-    return torch.tensor(sampling.keys, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @jit

@@ -133,15 +133,13 @@ def _linear_int8(dtype: torch.dtype, rows: int) -> None:
 
 
 def _sampling(kind: str) -> SamplingBatch:
-    rows = _empty(8)
-    return SamplingBatch(
-        temperature=rows,
-        top_k=_empty(8, dtype=torch.int64),
-        top_p=rows,
-        min_p=rows,
-        keys=((0, 0),) * 8,
-        greedy=kind == "greedy",
-        truncated=kind == "truncated",
+    return SamplingBatch.of(
+        temperature=[0.0 if kind == "greedy" else 0.8] * 8,
+        top_k=[50 if kind == "truncated" else 0] * 8,
+        top_p=[1.0] * 8,
+        min_p=[0.0] * 8,
+        keys=[(0, 0)] * 8,
+        device="meta",
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
+from minispec.kernels._perturb import BLOCK, perturbed, shifted
 from minispec.kernels._triton import cdiv, jit, power_of_2
 from minispec.kernels.blocks import argmax, topk
 from minispec.kernels.edit_logits import LogitEdits, edit_logits_ref, edit_logits_triton
@@ -132,7 +132,7 @@ def sample_triton(logits: Tensor, sampling: SamplingBatch, noise: Noise, edits: 
     value = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     token = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     # a batch without a temperature or a floor gets `value` in their place; the kernels do not read it
-    keys = value if sampling.greedy else keys_on(sampling, logits.device)
+    keys = value if sampling.greedy else sampling.key_tensor
     floor = support_floor_triton(logits, sampling) if sampling.truncated else value
     _score_kernel[(rows, chunks)](
         logits, sampling.temperature, floor, keys, value[0], value[1], token, vocab, logits.stride(0), chunks,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minispec.kernels._perturb import BLOCK, keys_on, perturbed, shifted
+from minispec.kernels._perturb import BLOCK, perturbed, shifted
 from minispec.kernels._triton import cdiv, jit, power_of_2
 from minispec.kernels.blocks import topk
 from minispec.kernels.support import support_floor_triton, supports
@@ -117,7 +117,7 @@ def _top(logits: Tensor, temperature: Tensor, sampling: SamplingBatch | None, k:
     token = torch.empty((rows, chunks, k), dtype=torch.int32, device=logits.device)
     sums = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     # a batch without noise or a floor gets `sums` in their place; the kernels do not read it
-    keys = sums if sampling is None or greedy else keys_on(sampling, logits.device)
+    keys = sums if sampling is None or greedy else sampling.key_tensor
     floor = sums if sampling is None or not truncated else support_floor_triton(logits, sampling)
     _top_of_chunk_kernel[(rows, chunks)](
         logits, temperature, floor, keys, best, token, sums[0], sums[1], vocab, logits.stride(0), chunks,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref, c_float, c_int64
 
 import torch
 from torch import Tensor
 
 from minispec.batch import StepBatch
 from minispec.drafters.eagle_head import EagleHead, HeadLayer, HeadWeights
+from minispec.drafters.grow import Best
 from minispec.kv_cache import KVCache
 from minispec.model.int8 import BlockInt8Linear
 from minispec.model.linear import Head, Linear
@@ -143,20 +144,14 @@ class CompiledHead:
         self.team.library.eagle(self.team.handle, byref(self._struct), byref(head_step))
         return g, logits
 
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, k: int) -> Best:
         """As in ``HeadForward``; equal tokens come in the order of their indices."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
-        tokens = torch.empty((rows, k), dtype=torch.int64)
-        values = torch.empty((rows, k), dtype=torch.float32)
+        tokens, values = (c_int64 * (rows * k))(), (c_float * (rows * k))()
         self.team.library.best(
-            self.team.handle,
-            logits.data_ptr(),
-            rows,
-            vocab,
-            k,
-            pointer(self._ids),
-            tokens.data_ptr(),
-            values.data_ptr(),
-        )
-        return tokens, values
+            self.team.handle, logits.data_ptr(), rows, vocab, k, pointer(self._ids), addressof(tokens),
+            addressof(values),
+        )  # fmt: skip
+        starts = range(0, rows * k, k)
+        return [tokens[i : i + k] for i in starts], [values[i : i + k] for i in starts]

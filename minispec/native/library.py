@@ -87,13 +87,15 @@ class BatchStruct(ctypes.Structure):
     @staticmethod
     def of(batch: StepBatch) -> BatchStruct:
         """Pointers into ``batch``, which must outlive them."""
+        arrays, spans = batch.arrays, len(batch.spans)
         return BatchStruct(
-            batch.tokens.shape[0], batch.row_start.shape[0] - 1, batch.sample_rows.shape[0], batch.ancestors.shape[1],
-            batch.page_table.shape[1], batch.page_size, batch.tokens.data_ptr(), batch.positions.data_ptr(),
-            batch.kv_index.data_ptr(), batch.sample_rows.data_ptr(), batch.row_start.data_ptr(),
-            batch.num_cached.data_ptr(), batch.tree_size.data_ptr(), batch.causal.data_ptr(),
-            batch.ancestors.data_ptr(), batch.page_table.data_ptr(),
+            len(arrays["tokens"]), spans, len(arrays["sample_rows"]), batch.words,
+            len(arrays["page_table"]) // max(spans, 1), batch.page_size,
+            *[arrays[name].buffer_info()[0] for name in _ARRAYS],
         )  # fmt: skip
+
+
+_ARRAYS = [name for name, kind in BatchStruct._fields_ if kind is c_void_p]
 
 
 class StepStruct(ctypes.Structure):

@@ -48,8 +48,7 @@ class NativeSampling:
         return noise
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
-        """``kernels.sample`` without edits; arguments and result as there. Of a row that is not finite it is a token
-        whose logit is not."""
+        """``kernels.sample`` without edits; arguments and result as there, but -1 for a row that is not finite."""
         logits = logits.float().contiguous()
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
@@ -77,24 +76,19 @@ class _Draws:
     """A SamplingBatch and the noise of its rows, for a call; keeps what the struct points to."""
 
     def __init__(self, sampling: SamplingBatch, noise: Noise) -> None:
-        self._held: list[Tensor] = []
-        keys = sampling.key_tensor
-        if keys is None:
-            keys = torch.tensor(sampling.keys, dtype=torch.int64)
+        arrays = sampling.arrays
         pointers = (c_void_p * len(sampling.keys))()
         # limited rows want noise for their support only, which is computed there; greedy ones want none
-        whole = sampling.temperature > 0
-        if sampling.truncated:
-            whole &= (sampling.top_k == 0) & (sampling.top_p == 1) & (sampling.min_p == 0)
-        rows = whole.nonzero()[:, 0].tolist()
-        if rows:
-            self._held = noise.each([sampling.keys[i] for i in rows])
-            for i, row in zip(rows, self._held, strict=True):
+        if not sampling.greedy:
+            settings = zip(*[arrays[name] for name in ("temperature", "top_k", "top_p", "min_p")], strict=True)
+            rows = [i for i, (t, k, p, m) in enumerate(settings) if t > 0 and k == 0 and p == 1 and m == 0]
+            self._noise = noise.each([sampling.keys[i] for i in rows])
+            for i, row in zip(rows, self._noise, strict=True):
                 pointers[i] = row.data_ptr()
         names = noise.names
-        self._held += (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, keys)
+        self._held = sampling, names
+        temperature, top_k, top_p, min_p, keys = [values.buffer_info()[0] for values in arrays.values()]
         self.struct = DrawsStruct(
-            sampling.temperature.data_ptr(), sampling.top_k.data_ptr(), sampling.top_p.data_ptr(),
-            sampling.min_p.data_ptr(), keys.data_ptr(), None if names is None else names.data_ptr(),
+            temperature, top_k, top_p, min_p, keys, None if names is None else names.data_ptr(),
             ctypes.cast(pointers, ctypes.POINTER(c_void_p)),
         )  # fmt: skip

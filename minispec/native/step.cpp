@@ -52,7 +52,9 @@ class Runner {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int thread) {
       pool_.phase(rows, [&](int r) {
-        ids[r] = argmax(scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab), vocab);
+        const float* row = logits + static_cast<int64_t>(r) * vocab;
+        const int64_t id = argmax(scorers_[thread](draws, r, row, vocab), vocab);
+        ids[r] = std::isfinite(row[id]) ? id : -1;  // a row that is not finite is scored as it comes
       });
     });
   }
@@ -223,7 +225,7 @@ void minispec_children(Runner* runner, const Draws* draws, const float* logits, 
   runner->children(*draws, logits, rows, vocab, k, names, ids, values);
 }
 
-// logits [rows, vocab]; ids [rows], of a logit that is not finite where a row is not.
+// logits [rows, vocab]; ids [rows], -1 where a row is not finite.
 void minispec_sample(Runner* runner, const Draws* draws, const float* logits, int rows, int vocab, int64_t* ids) {
   runner->sample(*draws, logits, rows, vocab, ids);
 }

@@ -44,15 +44,8 @@ def test_noise_is_the_engine_s(seed, position, first):
 
 def batch(temperature, top_k, top_p, min_p, seed=0):
     rows = len(temperature)
-    return SamplingBatch(
-        temperature=torch.tensor(temperature),
-        top_k=torch.tensor(top_k),
-        top_p=torch.tensor(top_p),
-        min_p=torch.tensor(min_p),
-        keys=tuple((seed + i, 100 + i) for i in range(rows)),
-        greedy=not any(temperature),
-        truncated=any(top_k) or any(min_p) or min(top_p) < 1,
-    )
+    keys = [(seed + i, 100 + i) for i in range(rows)]
+    return SamplingBatch.of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keys=keys)
 
 
 MIXED = batch(
@@ -100,13 +93,6 @@ def test_sample_the_largest_vocabulary():
     sampling = batch([1.0], [50], [0.95], [0.0])
     noise = Noise(262144)
     assert torch.equal(sample_triton(logits, sampling, noise), sample_ref(logits, sampling, noise))
-
-
-def test_sample_takes_keys_on_the_device():
-    sampling = batch([1.0, 1.0], [0, 0], [1.0, 1.0], [0.0, 0.0])
-    on_device = SamplingBatch(**{**vars(sampling), "keys": (), "key_tensor": torch.tensor(sampling.keys)})
-    logits = torch.randn(2, 500)
-    assert torch.equal(sample_triton(logits, on_device, Noise(500)), sample_triton(logits, sampling, Noise(500)))
 
 
 def edits(vocab, *, touched=True, grammar=True):
