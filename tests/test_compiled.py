@@ -100,10 +100,20 @@ def test_layers_taps_and_kv_agree_with_eager(team: Team) -> None:
 
 
 @needs_machine
-@pytest.mark.parametrize(("window", "quantize"), [(None, "none"), (300, "none"), (None, "int8")])
-def test_a_rows_bits_depend_on_its_text_alone(team: Team, window: int | None, quantize: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "quantize"),
+    [
+        ({}, "none"),
+        ({"sliding_window": 300}, "none"),
+        ({"sliding_window": 40}, "none"),
+        ({"num_kv_heads": 6}, "none"),
+        ({"num_kv_heads": 1, "head_dim": 80}, "none"),
+        ({}, "int8"),
+    ],
+)
+def test_a_rows_bits_depend_on_its_text_alone(team: Team, changes: dict[str, int], quantize: str) -> None:
     """Token by token, in a chunk, in a branching tree across a boundary of chunks, beside others: the same bits."""
-    llama = model(quantize, sliding_window=window)
+    llama = model(quantize, **changes)
     forward = compiled_forward(team, llama)
     text = [(i * 131 + 7) % 301 for i in range(263)]
 

@@ -71,9 +71,7 @@ class Decoder {
     inner_.fit(b.rows, m.intermediate);
     fit_inputs(b.rows, std::max({m.hidden, m.heads * m.head_dim, m.intermediate}));
     angles_.resize(static_cast<size_t>(b.rows) * m.head_dim);
-    plan_.build(b, m.heads, m.kv_heads, m.window, pool.size());
-    if (partials_.size() < static_cast<size_t>(plan_.partials) * (m.head_dim + 2))
-      partials_.resize(static_cast<size_t>(plan_.partials) * (m.head_dim + 2));
+    plan_.build(b, m.heads, m.kv_heads, m.head_dim, m.window, pool.size());
   }
 
   // Room for products of so many inputs.
@@ -120,11 +118,7 @@ class Decoder {
     });
     const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride, attended_.row(0),
                       static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
-    pool.phase(static_cast<int>(plan_.tiles.size()), [&](int t) {
-      attenders_[thread].run(a, b, plan_, plan_.tiles[t], partials_.data());
-    });
-    if (!plan_.joins.empty())
-      pool.phase(static_cast<int>(plan_.joins.size()), [&](int j) { plan_.join(a, j, partials_.data()); });
+    pool.phase(static_cast<int>(plan_.tiles.size()), [&](int t) { attenders_[thread].run(a, b, plan_, t); });
     product<To::kBf16>(thread, l.o, attended_, b.rows, added.row(0), added.stride);
     pool.phase(b.rows, [&](int r) {
       add_to(stream.row(r), added.row(r), m.hidden);
@@ -147,7 +141,7 @@ class Decoder {
  private:
   std::vector<Attender> attenders_;
   Plan plan_;
-  std::vector<float> partials_, angles_;  // angles: [rows, head_dim], cosines and sines
+  std::vector<float> angles_;  // [rows, head_dim], cosines and sines
   Rows<bf16> qkv_;
   Rows<float> attended_, inner_;
   Rounded rounded_;
