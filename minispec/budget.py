@@ -10,32 +10,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from minispec.calibration import Calibration, Ratio, Source, Survival
+from minispec.calibration import Calibration, Outcome, Ratio, Source
 from minispec.costs import DraftCost, RunningCost, StepCost
 from minispec.drafters.base import Drafter
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
 
-FREE = 0.02
+FREE = 0.04
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
-_MARGIN = 1.03  # what a drafter must promise to begin, or cost to stop: estimates near the break-even would flicker
+_MARGIN = (
+    1.03  # what a drafter must promise for several slots, as those that wait for one another gain less than their mean
+)
+_DOUBT = 1.08  # what it may seem to cost for one: who drafts goes on learning what it brings
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
 _PROBE_NODES = 4
+_TRUST = 0.25  # in what a tree was expected to bring, beside what it brought
 _PROBE_DEPTH = 2
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
 _RECKONING = 1e-4
 """Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
-_SLOW = 0.05  # rate of the averages below
-_LONG_MEMORY = 0.99  # of what is known over all slots, per verification: it is where a new slot begins
 _LEAST_HIT = 0.3  # of what is reached, what another layer is reckoned to gain at least
-_MUTE = 0.02  # coverage of a drafter that was asked 76 times and never proposed anything
+_FIRST = 3  # proposals that are made before it is asked whether they pay
+_MUTE = 76  # proposals in a row that held nothing: of a drafter that has nothing to say
 
 
 @dataclass(frozen=True)
@@ -140,17 +143,40 @@ class _Gate:
 
 
 @dataclass
+class _Part:
+    """A member's part of a tree that is verified.
+
+    Attributes:
+        crowd: slots that share the step.
+        asked: layers that were asked for; 0 if it was left out.
+        layers: tokens expected of the nodes that nobody else proposed, and their number, by layer.
+        others, beside: tokens expected of the other nodes, and their number.
+    """
+
+    name: str
+    crowd: int
+    asked: int
+    layers: list[tuple[float, float]]
+    others: float
+    beside: float
+
+
+@dataclass
 class _SlotRecord:
-    """What is known of one slot: its own correction of path values, and per member its survival, its gate, and the
-    step in which it was last asked."""
+    """What is known of one slot: its own correction of path values, and per member how its proposals compare with those
+    for other slots, its gate, the step in which it was last asked, and its part of the tree that is being verified."""
 
     ratio: Ratio = field(default_factory=lambda: Ratio(0.97))
-    survival: dict[str, Survival] = field(default_factory=dict)
+    compared: dict[str, Ratio] = field(default_factory=dict)
+    pending: list[_Part] = field(default_factory=list)
     gates: dict[str, _Gate] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
 
     def gate(self, member: str, pause: int = _FIRST_PAUSE) -> _Gate:
         return self.gates.setdefault(member, _Gate(pause=pause))
+
+    def comparison(self, member: str) -> Ratio:
+        return self.compared.setdefault(member, Ratio(0.9, largest=math.inf))
 
 
 @dataclass
@@ -158,13 +184,8 @@ class _MemberRecord:
     """What is known of one drafter, over all slots.
 
     Attributes:
-        layers: deepest proposal so far.
-        width: nodes verified per layer of depth, as far as walks reach it.
-        coverage: share of the proposals it was asked for that held anything.
-        alone: share of its accepted tokens that nobody else proposed.
-        others: accepted tokens per verification that it did not propose.
-        beside: nodes per verification that it did not propose.
-        drafting: it drafted for some slot in the last step because that pays.
+        outcomes: by the size of the crowd that shares a step (``DraftCost.size``): where rows are dear trees are small.
+        silent: proposals in a row that held nothing.
         free: it takes too little time to think about it.
         least_gain: what a further layer must promise (``Drafter.least_gain``).
         steady: all slots that it is asked for now were drafted for in the step before.
@@ -172,19 +193,16 @@ class _MemberRecord:
     """
 
     cost: DraftCost = field(default_factory=DraftCost)
-    survival: Survival = field(default_factory=lambda: Survival(_LONG_MEMORY))
-    layers: int = 0
-    width: float = 1.0
-    coverage: float = 1.0
-    alone: float = 1.0
-    others: float = 0.0
-    beside: float = 0.0
-    drafting: bool = True
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    silent: int = 0
     free: bool = True
     least_gain: float = 0.0
     steady: bool = False
     pause: int = _FIRST_PAUSE
     longest_pause: int = _PAUSES[0]
+
+    def outcome(self, slots: int) -> Outcome:
+        return self.outcomes.setdefault(DraftCost.size(slots), Outcome())
 
 
 class AutoBudget:
@@ -233,24 +251,26 @@ class AutoBudget:
     def cut(
         self, drafter: Drafter, slots: Sequence[Slot], trees: Sequence[DraftTree], nodes: int, prefill: Prefill
     ) -> list[DraftTree]:
-        line = self._cost.line
-        cost = line.plus(self._draft_seconds)
+        cost = self._cost.line.plus(self._draft_seconds)
         sources = [drafter.sources(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
         values = [
-            [value if value > _WORTHLESS else -math.inf for value in self._calibration.values(tree, own, record.ratio)]
-            for tree, own, record in zip(trees, sources, map(self._slot, slots), strict=True)
+            self._calibration.values(tree, own, self._slot(slot).ratio, _WORTHLESS)
+            for slot, tree, own in zip(slots, trees, sources, strict=True)
         ]
-        kept = allot(trees, nodes, cost, prefill, values)
+        kept = choose(values, nodes, cost, prefill)
         probes = [
-            self._judge(drafter, slot, tree, own, len(cut) > 1)
-            for slot, tree, own, cut in zip(slots, trees, sources, kept, strict=True)
+            self._judge(drafter, slot, tree, own, len(nodes) > 1) if slot in self._asked else []
+            for slot, tree, own, nodes in zip(slots, trees, sources, kept, strict=True)
         ]
-        if not any(probes):
-            return kept
-        for own_values, probe in zip(values, probes, strict=True):
-            for node in probe:
-                own_values[node] = 0.0
-        return allot(trees, nodes, cost, prefill, values)
+        if any(probes):
+            wanted = [list(own) for own in values]
+            for own_values, probe in zip(wanted, probes, strict=True):
+                for node in probe:
+                    own_values[node] = 0.0
+            kept = choose(wanted, nodes, cost, prefill)
+        for t, slot in enumerate(slots):
+            self._note(drafter, slot, len(slots), trees[t], sources[t], values[t], kept[t])
+        return [tree.keep(own) if len(own) < len(tree) else tree for tree, own in zip(trees, kept, strict=True)]
 
     def learn(self, slot: Slot, tree: DraftTree, sources: Sequence[Source], acceptance: Acceptance) -> None:
         if len(tree) == 1:
@@ -258,24 +278,21 @@ class AutoBudget:
         record = self._slot(slot)
         self._calibration.learn(tree, sources, acceptance, record.ratio)
         accepted = acceptance.path[1:]
-        for name in {name for own in sources[1:] for name in own}:
+        for part in record.pending:
+            # what was expected wavers less than what happened, but that is right at once when the text changes
+            layers, others = [(_TRUST * tokens, count) for tokens, count in part.layers], _TRUST * part.others
+            for depth, node in enumerate(accepted):
+                if sources[node] == (part.name,):
+                    tokens, count = layers[depth]
+                    layers[depth] = tokens + 1 - _TRUST, count
+                else:
+                    others += 1 - _TRUST
+            self._account(record, replace(part, layers=layers, others=others))
+        record.pending = []
+        for name in set().union(*sources[1:]):
             member, gate = self._member(name), record.gate(name)
-            # a member's nodes are a tree: it proposed the parents of whatever it proposed
-            nodes = [0, *(i for i in range(1, len(tree)) if name in sources[i])]
-            path = tuple(nodes.index(node) for node in acceptance.path if node == 0 or name in sources[node])
-            part, walk = tree.keep(nodes), Acceptance(path, acceptance.tokens[: len(path)])
-            for survival in (member.survival, record.survival.setdefault(name, Survival())):
-                survival.learn(part, walk)
-            deep = max(part.depth)
-            reached = 1.0 + member.survival.gains(deep - 1)[-1]
-            member.width += _SLOW * ((len(part) - 1) / reached - member.width)
-            member.others += _SLOW * (len(accepted) - len(path) + 1 - member.others)
-            member.beside += _SLOW * (len(tree) - len(part) - member.beside)
-            if len(path) > 1:
-                alone = sum(sources[node] == (name,) for node in accepted) / (len(path) - 1)
-                member.alone += _SLOW * (alone - member.alone)
             if gate.due:
-                gate.probed(len(path) > 1, member.longest_pause)
+                gate.probed(any(name in sources[node] for node in accepted), member.longest_pause)
                 member.pause = gate.pause
 
     def drafted(self, drafter: Drafter, slots: int, depth: int, seconds: float) -> None:
@@ -290,7 +307,6 @@ class AutoBudget:
             own, layers = rest / len(members), depth
             if member is not drafter:
                 own, layers = own + member.seconds, member.grown
-            record.layers = max(record.layers, layers)
             record.cost.observe(slots, layers, own, steady=record.steady)
 
     def observe(self, rows: int, slots: int, seconds: float) -> None:
@@ -305,26 +321,26 @@ class AutoBudget:
         member.least_gain = 0.0
         gates = [self._slot(slots[i]).gate(name, member.pause) for i in able]
         line = self._cost.line
-        rows = prefill.rows + len(slots)
-        plain = line(rows)
+        plain = line(prefill.rows + len(slots))
         member.free = member.cost.dearest(len(able)) <= FREE * plain
-        if not member.cost.settled or (member.layers == 0 and member.coverage > _MUTE):
+        if not member.cost.settled:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
         probe = 0.0 if member.free else member.cost(len(able), _PROBE_DEPTH)
-        probe += line(rows + _PROBE_NODES * len(slots)) - plain
+        probe += line(prefill.rows + (1 + _PROBE_NODES) * len(slots)) - plain
         member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
             for gate in gates:
                 if gate.dormant:
                     gate.waited += 1
             return [i for i, gate in zip(able, gates, strict=True) if not gate.dormant], MAX_NODES
+        outcome = member.outcome(len(slots))
+        if outcome.count < _FIRST and member.silent < _MUTE:
+            return able, MAX_NODES
         chosen, depth, rate = self._best(name, slots, able, prefill)
-        member.drafting = bool(chosen)
-        if chosen:
-            # an average says little of the text at hand: a drafter that knows how sure it is goes by that
-            layer = member.cost(len(chosen), depth + 1) - member.cost(len(chosen), depth)
-            member.least_gain = rate * layer / max(member.survival.gains(1)[1], _LEAST_HIT)
+        # an average says little of the text at hand: a drafter that knows how sure it is goes by that
+        layer = member.cost(max(len(chosen), 1), depth + 1) - member.cost(max(len(chosen), 1), depth)
+        member.least_gain = rate * layer / max(outcome.totals()[1][0], _LEAST_HIT)
         for i, gate in zip(able, gates, strict=True):
             if i in chosen:
                 gate.pays()
@@ -345,45 +361,88 @@ class AutoBudget:
     ) -> tuple[list[int], int, float]:
         """The slots and the depth with the most tokens per second, and that rate; none if plain decoding has."""
         member, line = self._member(name), self._cost.line
-        deepest = member.layers + 1  # a layer more than ever was tried, if the survival so far promises that it pays
-        share = member.alone * member.coverage
-        gains = [
-            self._slot(slots[i]).survival.setdefault(name, Survival()).gains(deepest, member.survival) for i in able
-        ]
+        outcome = member.outcome(len(slots))
+        totals = outcome.totals()
+        # a new slot is like the others until it has had some proposals of its own
+        prior = max(_FIRST * totals[-2][0], 1e-3)
+        compared = sorted(((self._slot(slots[i]).comparison(name)(prior), i) for i in able), reverse=True)
         # what comes without this member
-        tokens = len(slots) + prefill.tokens + member.others * len(able)
-        rows = prefill.rows + len(slots) + member.beside * len(able)
-        # slots that wait for one another gain less than the mean of them, so several do not draft on in doubt
-        best = tokens / line(rows) * (1 / _MARGIN if member.drafting and len(slots) == 1 else _MARGIN)
+        tokens = len(slots) + prefill.tokens + outcome.others * len(able)
+        rows = prefill.rows + len(slots) + outcome.beside * len(able)
+        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else _MARGIN)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
-        for depth in (*(depth for depth in _DEPTHS if depth < deepest), deepest):
-            order = sorted(range(len(able)), key=lambda n: -gains[n][depth])
+        for depth in (*(depth for depth in _DEPTHS if depth < len(totals) - 1), len(totals) - 1):
+            gain, nodes = totals[depth]
             more = 0.0
-            nodes = 0.0  # of a layer as many as walks come to it
-            for count, n in enumerate(order, 1):
-                more += share * gains[n][depth]
-                nodes += member.coverage * member.width * (1.0 + gains[n][depth - 1])
-                seconds = line(rows + nodes) + member.cost(count, depth) + count * _RECKONING
+            for count, (ratio, _) in enumerate(compared, 1):
+                more += ratio * gain
+                seconds = line(rows + count * nodes) + member.cost(count, depth) + count * _RECKONING
                 if (rate := (tokens + more) / seconds) > best:
-                    best, choice = rate, ([able[m] for m in order[:count]], depth)
+                    best, choice = rate, ([i for _, i in compared[:count]], depth)
         return *choice, best
+
+    def _note(
+        self,
+        drafter: Drafter,
+        slot: Slot,
+        crowd: int,
+        tree: DraftTree,
+        sources: Sequence[Source],
+        values: Sequence[float],
+        kept: Sequence[int],
+    ) -> None:
+        """Note the members' parts of a slot's tree, of which ``kept`` is verified."""
+        record = self._slot(slot)
+        record.pending = []
+        for drafted_by in drafter.members:
+            name = drafted_by.name
+            member, asked = self._member(name), record.asked.get(name) == self._step
+            if member.free or not slot.request.may_draft(name):
+                continue
+            grown = max((tree.depth[i] for i in range(1, len(tree)) if name in sources[i]), default=0)
+            if grown:
+                member.silent = 0
+            elif asked and member.silent < _MUTE:
+                member.silent += 1  # a draft that still reads, or whose logits are not finite
+                continue
+            part = _Part(name, crowd, max(drafted_by.depth_limit, grown) if asked else 0, [], 0.0, 0.0)
+            for node in kept[1:]:
+                chance, depth = math.exp(values[node]), tree.depth[node]
+                if sources[node] != (name,):
+                    part.others, part.beside = part.others + chance, part.beside + 1
+                    continue
+                part.layers += [(0.0, 0.0)] * (depth - len(part.layers))
+                tokens, count = part.layers[depth - 1]
+                part.layers[depth - 1] = tokens + chance, count + 1
+            if len(kept) > 1:
+                record.pending.append(part)
+            else:  # nothing comes of it
+                self._account(record, part)
+
+    def _account(self, record: _SlotRecord, part: _Part) -> None:
+        """Take in what a member's part of a tree came to."""
+        outcome = self._member(part.name).outcome(part.crowd)
+        if part.asked:
+            totals = outcome.totals()
+            expected, _ = totals[min(part.asked, len(totals) - 2)]
+            record.comparison(part.name).learn(expected, sum(tokens for tokens, _ in part.layers))
+            outcome.learn(part.layers, part.asked, part.others, part.beside)
+        else:
+            outcome.rest(part.others, part.beside)
 
     def _judge(
         self, drafter: Drafter, slot: Slot, tree: DraftTree, sources: Sequence[Source], any_kept: bool
     ) -> list[int]:
         """Note for each member whether its proposal was worth verifying; returns what to verify even so, as a probe."""
-        if slot not in self._asked:
-            return []
         record, probe = self._slot(slot), []
         for member in drafter.members:
-            if member.depth_limit == 0 or not slot.request.may_draft(member.name):
+            if record.asked.get(member.name) != self._step:
                 continue
             known, gate = self._member(member.name), record.gate(member.name)
             nodes = [i for i in range(1, len(tree)) if member.name in sources[i]]
-            known.coverage += _SLOW * (bool(nodes) - known.coverage)
             if not nodes:
                 if gate.due and not known.free:
-                    if known.layers:  # nothing to say at present (a draft that still reads): ask later
+                    if known.silent < _MUTE:  # nothing to say at present (a draft that still reads): ask later
                         gate.waited -= gate.pause // 4
                     else:  # nothing to say ever (a draft whose logits are not finite)
                         gate.probed(False, known.longest_pause)
@@ -391,13 +450,10 @@ class AutoBudget:
             elif any_kept:
                 if known.free:
                     gate.pays()
-            elif known.free and not gate.due:
-                gate.waited += 1
-            elif not gate.due:  # drafted in the belief that it pays, and nothing did
-                for survival in (known.survival, record.survival.setdefault(member.name, Survival())):
-                    survival.learn(tree, Acceptance((0,), (tree.tokens[0],)))
-            if nodes and not any_kept and gate.due:
+            elif gate.due:
                 probe += sorted(nodes, key=lambda i: -tree.values[i])[:_PROBE_NODES]
+            elif known.free:
+                gate.waited += 1
         return probe
 
     def _slot(self, slot: Slot) -> _SlotRecord:
@@ -408,39 +464,44 @@ class AutoBudget:
 
 
 def allot(
-    trees: Sequence[DraftTree],
-    budget: int,
-    cost: StepCost | None,
-    prefill: Prefill = Prefill(),
-    values: Sequence[Sequence[float]] | None = None,
+    trees: Sequence[DraftTree], budget: int, cost: StepCost | None, prefill: Prefill = Prefill()
 ) -> list[DraftTree]:
-    """Cut the trees, taken together, to the nodes that pay.
+    """Cut the trees, taken together, to the nodes that pay by their own values; arguments as for ``choose``."""
+    kept = choose([tree.values for tree in trees], budget, cost, prefill)
+    return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, kept, strict=True)]
+
+
+def choose(
+    values: Sequence[Sequence[float]], budget: int, cost: StepCost | None, prefill: Prefill = Prefill()
+) -> list[list[int]]:
+    """The nodes of some trees, taken together, that pay.
 
     Args:
-        trees: one per decoding slot.
+        values: path values, one tree per decoding slot; they fall along a path.
         budget: most nodes over all trees, roots included; every tree keeps its root.
         cost: measured step cost; None keeps as many nodes as the budget allows.
         prefill: what else is in the step.
-        values: path values to go by, instead of the trees' own; they fall along a path too.
 
     Returns:
-        The trees cut; each is closed under taking the parent, as values fall along a path.
+        Of each tree the nodes kept, in any order behind the root; with a node its parent is kept, as values fall along
+        a path.
     """
-    if values is None:
-        values = [tree.values for tree in trees]
-    drafted = [(-own[i], t, i) for t, own in enumerate(values) for i in range(1, len(own))]
+    drafted = [(-value, t, i) for t, own in enumerate(values) for i, value in enumerate(own) if i]
+    if cost is not None:
+        drafted = [node for node in drafted if node[0] < math.inf]  # others never pay
     drafted.sort()
-    drafted = drafted[: max(budget - len(trees), 0)]
+    drafted = drafted[: max(budget - len(values), 0)]
     count = len(drafted)
     if cost is not None and drafted:
-        best, tokens = 0.0, float(len(trees) + prefill.tokens)
-        for n in range(len(drafted) + 1):
-            if n:
-                tokens += math.exp(-drafted[n - 1][0])
-            rate = tokens / cost(prefill.rows + len(trees) + n)
+        rows, tokens = prefill.rows + len(values), float(len(values) + prefill.tokens)
+        best, count = tokens / cost(rows), 0
+        for n, (value, _, _) in enumerate(drafted, 1):
+            tokens += math.exp(-value)
+            if (rate := tokens / cost(rows + n)) < best:
+                break  # the gains fall and the costs of rows do not: from here on the rate falls too
             if rate > best:
                 best, count = rate, n
-    kept: list[list[int]] = [[0] for _ in trees]
+    kept: list[list[int]] = [[0] for _ in values]
     for _, t, i in drafted[:count]:
         kept[t].append(i)
-    return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, kept, strict=True)]
+    return kept

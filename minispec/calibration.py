@@ -23,17 +23,19 @@ _NEVER = -60.0  # log of a probability that stands for 0
 
 
 class Ratio:
-    """Observed to predicted acceptance, decayed; starts at 1, worth half a predicted acceptance."""
+    """Observed to predicted acceptance, decayed; starts at 1."""
 
     _PRIOR = 0.5
 
-    def __init__(self, memory: float) -> None:
+    def __init__(self, memory: float, largest: float = _LARGEST) -> None:
         self._memory = memory
+        self._largest = largest
         self._predicted = 0.0
         self._happened = 0.0
 
-    def __call__(self) -> float:
-        return min((self._happened + self._PRIOR) / (self._predicted + self._PRIOR), _LARGEST)
+    def __call__(self, prior: float = _PRIOR) -> float:
+        """``prior``: the predicted acceptances that the start counts for, > 0."""
+        return min((self._happened + prior) / (self._predicted + prior), self._largest)
 
     def learn(self, predicted: float, happened: float) -> None:
         self._predicted = self._memory * self._predicted + predicted
@@ -46,13 +48,17 @@ class Calibration:
     def __init__(self) -> None:
         self._curves: dict[Source, list[Ratio]] = {}
 
-    def values(self, tree: DraftTree, sources: Sequence[Source], slot: Ratio) -> list[float]:
-        """The tree's path values corrected by the curves and by what ``slot`` has seen."""
-        values = [0.0] * len(tree)
-        for i in range(1, len(tree)):
-            said = _said(tree, i)
-            corrected = min(said * self._ratio(sources[i], said)() * slot(), 1.0)
-            values[i] = values[tree.parents[i]] + (math.log(corrected) if corrected > 0 else _NEVER)
+    def values(self, tree: DraftTree, sources: Sequence[Source], slot: Ratio, least: float = -math.inf) -> list[float]:
+        """The tree's path values corrected by the curves and by what ``slot`` has seen; -inf where they are not above
+        ``least``."""
+        own, values = slot(), [0.0]
+        for i, parent in enumerate(tree.parents[1:], 1):
+            value = values[parent]
+            if value > least:  # or else nothing behind it is
+                said = _said(tree, i)
+                corrected = min(said * self._ratio(sources[i], said)() * own, 1.0)
+                value += math.log(corrected) if corrected > 0 else _NEVER
+            values.append(value if value > least else -math.inf)
         return values
 
     def learn(self, tree: DraftTree, sources: Sequence[Source], acceptance: Acceptance, slot: Ratio) -> None:
@@ -73,54 +79,70 @@ class Calibration:
         return curve[bisect_right(_EDGES, said)]
 
 
-class Survival:
-    """How often a walk goes on at each depth, where the tree offered it children.
+class Outcome:
+    """What a drafter's proposals come to, by layer, as long as circumstances are as they were: means over proposals of
+    the nodes verified because of it, and of the tokens they bring.
 
-    Args:
-        memory: what an observation weighs after each further one.
+    Attributes:
+        count: proposals seen.
+        others, beside: of the rest of the tree, which others propose too: tokens, and nodes.
     """
 
-    _FADING = 0.98  # of layers that the tree no longer has: what was bad luck there is tried again some day
-    _PRIOR = 2.0  # observations the wider estimate counts for
-    _GUESS = 0.6
+    _RATE = 0.05
+    _TRUST = 8  # proposals that the beginning counts for: the first few are a matter of luck
+    _FADING = 0.1  # of layers that are not asked for: what was bad luck there is tried again some day
+    _GUESS = 0.6  # of a layer's tokens, what the next is reckoned to bring at least
 
-    def __init__(self, memory: float = 0.95) -> None:
-        self._memory = memory
-        self._tries: list[float] = []
-        self._hits: list[float] = []
+    def __init__(self) -> None:
+        self.count = 0
+        self.others = 0.0
+        self.beside = 0.0
+        self._layers: list[tuple[float, float]] = []  # tokens, nodes
+        self._layers.append(self._next(0))
 
-    def learn(self, tree: DraftTree, acceptance: Acceptance) -> None:
-        for depth, node in enumerate(acceptance.path):
-            if not tree.children[node]:
-                self._tries[depth:] = [self._FADING * tries for tries in self._tries[depth:]]
-                self._hits[depth:] = [self._FADING * hits for hits in self._hits[depth:]]
-                break
-            if depth == len(self._tries):
-                self._tries.append(0.0)
-                self._hits.append(0.0)
-            self._tries[depth] = self._memory * self._tries[depth] + 1
-            self._hits[depth] = self._memory * self._hits[depth] + (len(acceptance.path) > depth + 1)
-
-    def gains(self, depth: int, wider: Survival | None = None) -> list[float]:
-        """Expected accepted tokens of a tree of 0, 1, … ``depth`` layers.
+    def learn(self, layers: Sequence[tuple[float, float]], asked: int, others: float, beside: float) -> None:
+        """Take in a proposal.
 
         Args:
-            wider: the estimate over all slots, which this slot's own starts from.
+            layers: tokens and nodes, of each layer.
+            asked: layers it was to have at most.
+            others, beside: see above.
         """
-        gains, reach = [0.0], 1.0
-        for rate in self._rates(depth, wider._rates(depth, None) if wider else None):
-            reach *= rate
-            gains.append(gains[-1] + reach)
-        return gains
+        self.count += 1
+        rate = max(self._RATE, 1 / (self.count + self._TRUST))
+        self.rest(others, beside)
+        while len(self._layers) < len(layers):
+            self._layers.append(self._next(len(self._layers)))
+        for depth, (tokens, nodes) in enumerate(self._layers):
+            if depth < asked:
+                more, wide = layers[depth] if depth < len(layers) else (0.0, 0.0)
+                self._layers[depth] = tokens + rate * (more - tokens), nodes + rate * (wide - nodes)
+            else:
+                self._layers[depth] = tokens + self._FADING * (self._next(depth)[0] - tokens), nodes
 
-    def _rates(self, depth: int, prior: list[float] | None) -> list[float]:
-        rates: list[float] = []
-        for d in range(depth):
-            # what was never tried is as good as the layer above it
-            guess = prior[d] if prior else rates[-1] if rates else self._GUESS
-            tries, hits = (self._tries[d], self._hits[d]) if d < len(self._tries) else (0.0, 0.0)
-            rates.append((hits + self._PRIOR * guess) / (tries + self._PRIOR))
-        return rates
+    def rest(self, others: float, beside: float) -> None:
+        """Take in a tree to which it was not asked to add anything."""
+        self.others += self._RATE * (others - self.others)
+        self.beside += self._RATE * (beside - self.beside)
+
+    def totals(self) -> list[tuple[float, float]]:
+        """Tokens and nodes of trees of 0, 1, 2, … layers: one more than ever was seen."""
+        tokens = nodes = 0.0
+        totals = [(0.0, 0.0)]
+        for more, wide in self._layers:
+            tokens, nodes = tokens + more, nodes + wide
+            totals.append((tokens, nodes))
+        more, wide = self._next(len(self._layers))
+        totals.append((tokens + more, nodes + wide))
+        return totals
+
+    def _next(self, depth: int) -> tuple[float, float]:
+        """A guess at layer ``depth`` (0 is the first): walks go on as they did in the layer above."""
+        if depth == 0:
+            return self._GUESS, 1.0
+        tokens, nodes = self._layers[depth - 1]
+        above = self._layers[depth - 2][0] if depth > 1 else 1.0
+        return tokens * min(max(tokens / above if above > 0 else 0.0, self._GUESS), 1.0), nodes
 
 
 def trials(tree: DraftTree, acceptance: Acceptance) -> Iterator[tuple[int, bool]]:
@@ -132,8 +154,5 @@ def trials(tree: DraftTree, acceptance: Acceptance) -> Iterator[tuple[int, bool]
 
 def _said(tree: DraftTree, node: int) -> float:
     """The drafter's probability of a node, given that the walk reaches its parent."""
-    return (
-        math.exp(max(tree.values[node] - tree.values[tree.parents[node]], _NEVER))
-        if math.isfinite(tree.values[node])
-        else 0.0
-    )
+    value = tree.values[node]
+    return math.exp(max(value - tree.values[tree.parents[node]], _NEVER)) if math.isfinite(value) else 0.0

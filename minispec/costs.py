@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -57,7 +57,8 @@ class StepCost:
 
     def __call__(self, rows: float) -> float:
         """Estimated seconds of a forward over ``rows`` rows."""
-        return self.base + self.per_row * rows + self.bent(rows)
+        seconds = self.base + self.per_row * rows
+        return seconds + self.bent(rows) if self.bends else seconds
 
     def bent(self, rows: float) -> float:
         """The part of it that is due to the bends."""
@@ -65,7 +66,7 @@ class StepCost:
 
     def plus(self, seconds: float) -> StepCost:
         """The cost of a step that takes so much longer."""
-        return replace(self, base=self.base + seconds)
+        return StepCost(self.base + seconds, self.per_row, self.bends)
 
 
 class RunningCost:
@@ -134,6 +135,11 @@ class DraftCost:
         # power of two above the slots → depth → (seconds, observations)
         self._seconds: dict[int, dict[int, tuple[float, int]]] = {}
 
+    @staticmethod
+    def size(slots: int) -> int:
+        """What numbers of slots are told apart by: those of one size cost the same."""
+        return (slots - 1).bit_length()
+
     @property
     def settled(self) -> bool:
         """Whether there is more than a first impression."""
@@ -146,7 +152,7 @@ class DraftCost:
             steady: all of them were drafted for in the step before. Otherwise there was text to read first, and the
                 time says at most how much such a proposal takes.
         """
-        depths, depth = self._seconds.setdefault((slots - 1).bit_length(), {}), max(depth, 1)
+        depths, depth = self._seconds.setdefault(self.size(slots), {}), max(depth, 1)
         mean, count = depths.get(depth, (seconds, 0))
         if not steady or count < self._FIRST:
             mean = min(mean, seconds)
@@ -176,6 +182,6 @@ class DraftCost:
     def _depths(self, slots: int) -> dict[int, tuple[float, int]]:
         if not self._seconds:
             return {}
-        key = (slots - 1).bit_length()
+        key = self.size(slots)
         # an unmeasured number of slots costs what the nearest measured one does
         return self._seconds[min(self._seconds, key=lambda known: abs(known - key))]
