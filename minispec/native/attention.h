@@ -5,8 +5,9 @@
 // A task takes up to 48 query rows (rows times the query heads that share a KV head), reads each key and value once for
 // all of them, and keeps nothing but their scores of one chunk of 128 positions. Chunks are merged by log-sum-exp in
 // ascending order (flash-decoding: Dao et al. 2023), side by side where there are few tasks: whoever is through last
-// with a query row's chunks merges them. While a chunk's keys are multiplied its values are fetched, and with these the
-// next chunk's keys. Scores have sixteen keys as lanes, sums of values sixteen dimensions, whatever the number of rows.
+// with a query row's chunks merges them. While a chunk's scores are computed its values are on their way from memory, and
+// while these are summed the next chunk's keys. Scores have sixteen keys as lanes, sums of values sixteen dimensions,
+// whatever the number of rows.
 //
 // The result of a row depends on the sequence of keys it sees and on nothing else: a key that is not seen adds an exact
 // zero, chunks are cut by a key's position, not by where in a tree it lies, and weights are totalled in sixteen sums by
@@ -138,17 +139,17 @@ class Attender {
       index_ = &plan.index[keys.index];
       masks_ = plan.masks.data() + keys.masks;
       look_ahead(a, plan, which, c);
-      float* to = c == t.begin ? first : chunk_.data();
+      float* to = c == t.begin ? first : t.join < 0 ? chunk_.data() : first + (c - t.begin) * t.count * size;
       score(a.head_dim, t.count);
       soften(a, b, t, c, to);
       weigh(a.head_dim, t.count, to);
-      if (c > t.begin)
+      if (to == chunk_.data())
         for (int i = 0; i < t.count; ++i) merge(first + i * size, to + i * size, a.head_dim);
     }
     if (t.join >= 0) {
       Plan::Join& join = plan.joins[t.join];
       if (__atomic_sub_fetch(&join.left, 1, __ATOMIC_ACQ_REL)) return;
-      join.left = join.chunks;  // for the next layer
+      join.left = join.parts;  // for the next layer
       first = &plan.partials[join.partial * size];
       for (int c = 1; c < join.chunks; ++c)
         for (int i = 0; i < t.count; ++i) merge(first + i * size, first + (c * t.count + i) * size, a.head_dim);

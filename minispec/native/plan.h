@@ -45,10 +45,10 @@ struct Plan {
   std::vector<Tile> tiles;
   struct Join {  // query rows whose chunks are computed apart
     int64_t partial;
-    int chunks, left;  // in all; not yet there
+    int chunks, parts, left;  // parts: tasks; left: of these, not yet done
   };
   std::vector<Join> joins;
-  std::vector<float> partials;  // of tile after tile, those of a query row kFront + head_dim
+  std::vector<float> partials;  // [chunks of joins][query rows][kFront + head_dim]
   std::vector<Keys> keys;
   std::vector<int64_t> index;   // per span and position, where in a head's cache it lies; and kMore a span
   std::vector<uint16_t> masks;  // sixteen keys each
@@ -61,7 +61,7 @@ struct Plan {
     for (int s = 0; s < b.spans; ++s)
       all += static_cast<int64_t>((b.row_start[s + 1] - b.row_start[s]) * group + kLanes - 1) / kLanes * kv_heads *
              ((b.num_cached[s] + b.tree_size[s] - 1) / kChunk + 1);
-    const int64_t share = all / (4 * threads);
+    const int share = static_cast<int>(std::max<int64_t>(all / (8 * threads), 1));  // chunks of a task
     for (int s = 0; s < b.spans; ++s) {
       const int queries = (b.row_start[s + 1] - b.row_start[s]) * group;
       const int64_t places = static_cast<int64_t>(index.size());
@@ -79,14 +79,16 @@ struct Plan {
         for (int c = begin; c < end; ++c) find_keys(b, s, rows, window, c, places);
         for (int h = 0; h < kv_heads; ++h) {
           Tile tile{rows.begin, h * group + first % group, h, count, begin, end, known, -1, 0};
-          if (end - begin <= std::max<int64_t>(share, 1)) {
+          if (end - begin <= share) {
             tiles.push_back(tile);
             continue;
           }
+          const int parts = (end - begin + share - 1) / share;
           tile.join = static_cast<int>(joins.size());
-          joins.push_back({partial, end - begin, end - begin});
-          for (int c = begin; c < end; ++c, ++tile.keys, partial += count) {
-            tile.begin = c, tile.end = c + 1, tile.partial = partial;
+          joins.push_back({partial, end - begin, parts, parts});
+          for (int c = begin; c < end; c += share) {
+            tile.begin = c, tile.end = std::min(c + share, end), tile.keys = known + c - begin, tile.partial = partial;
+            partial += static_cast<int64_t>(count) * (tile.end - c);
             tiles.push_back(tile);
           }
         }
