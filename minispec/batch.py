@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import add
 from typing import Any
 
 import torch
@@ -152,6 +153,24 @@ class StepBatch(OnDemand):
             "sample_rows": sample_rows,
         }
         return StepBatch(tuple(spans), page_size, window, words, arrays, device)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.arrays["tokens"])
+
+    @property
+    def samples(self) -> int:
+        """Number of rows whose logits are wanted."""
+        return len(self.arrays["sample_rows"])
+
+    def positions_after(self, gaps: Sequence[int]) -> array[int]:
+        """``positions``, on the host, moved on by a gap per span."""
+        places = self.arrays["positions"]
+        if not any(gaps):
+            return places
+        shifts = [gap for span, gap in zip(self.spans, gaps, strict=True) for _ in span.tokens]
+        return array("q", map(add, places, shifts))
 
     @staticmethod
     def of_tensors(page_size: int, window: int | None, tensors: Sequence[Tensor]) -> StepBatch:

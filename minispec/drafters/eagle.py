@@ -8,6 +8,7 @@ the target's hidden states, with the next proposal.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
+from minispec.upload import tensor_of
 from minispec.verify import Acceptance
 
 _AGAIN = 64
@@ -133,7 +135,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         if path[-1] == count - 1:  # the first nodes, as nodes of a path rise
             state.raw.append(state.tree[:count])
         else:
-            state.raw.append(state.tree.index_select(0, torch.tensor(path, device=state.tree.device)))
+            state.raw.append(state.tree.index_select(0, tensor_of(array("q", path)).to(state.tree.device)))
         state.tree = None
 
     def _new_state(self) -> _State:
@@ -182,7 +184,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         states = [self._states[growth.slot] for growth in growths]
         spans = [growth.span(state.pages, state.num_cached) for growth, state in zip(growths, states, strict=True)]
         # not by advanced indexing, which wakes torch's threads, and they spin where the compiled step wants to run
-        hidden = self._hidden.index_select(0, torch.tensor(rows, device=self._hidden.device))
+        hidden = self._hidden.index_select(0, tensor_of(array("q", rows)).to(self._hidden.device))
         return self._forward(spans, [state.gap for state in states], hidden)
 
     def _forward(self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from minispec import kernels
@@ -14,18 +13,19 @@ from minispec.batch import Span, StepBatch
 from minispec.drafters.eagle_head import EagleHead
 from minispec.drafters.grow import Best, fetched
 from minispec.kv_cache import KVCache
+from minispec.upload import tensor_of, upload
 
 
 class HeadForward(Protocol):
     """One way to compute a head's forwards."""
 
-    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
         """Run the rows of ``batch`` and write their KV.
 
         Args:
             batch: tokens one position further than ``hidden``; its positions are places in the cache.
-            positions: [rows] int64, of the text: where the head remembers less than all of it, further on than the
-                batch's.
+            gaps: per span, how much further on in the text its positions are: not 0 where the head remembers less than
+                all of it.
             hidden: [rows, hidden]: ``EagleHead.fuse``'s h, or the g of an earlier forward.
             kv: the head's cache.
 
@@ -45,7 +45,10 @@ class EagerHead:
         self._head = head
         self._scale = head.config.layer.head_dim**-0.5
 
-    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+        positions = batch.positions
+        if any(gaps):
+            [positions] = upload([tensor_of(batch.positions_after(gaps))], batch.device)
         cos, sin = self._head.rope.cos_sin(positions)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,11 +105,7 @@ class HeadRunner:
             (g, logits) of the sampled rows, as ``HeadForward`` has them.
         """
         batch = StepBatch.build(spans, self.kv.page_size, self.device)
-        positions = batch.positions
-        if any(gaps):
-            shifts = [gap for span, gap in zip(spans, gaps, strict=True) for _ in span.tokens]
-            positions = positions + torch.tensor(shifts, device=self.device)
-        return self._forward(batch, positions, hidden, self.kv)
+        return self._forward(batch, gaps, hidden, self.kv)
 
     def best(self, logits: Tensor, k: int) -> Best:
         """As ``HeadForward.best``."""

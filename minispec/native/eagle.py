@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof, byref, c_float, c_int64
 
 import torch
@@ -130,9 +131,10 @@ class CompiledHead:
             config.norm_before_residual,
         )
 
-    def __call__(self, batch: StepBatch, positions: Tensor, hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
         """Arguments and result as in ``HeadForward``."""
-        samples = batch.sample_rows.shape[0]
+        positions = batch.positions_after(gaps)
+        samples = batch.samples
         g = torch.empty((samples, self._size), dtype=torch.bfloat16)
         logits = torch.empty((samples, self._vocab), dtype=torch.float32)
         hidden = hidden.contiguous()
@@ -140,7 +142,7 @@ class CompiledHead:
             BatchStruct.of(batch), self._layers, 0, None, None, kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0),
             kv.k.stride(1), logits.data_ptr(),
         )  # fmt: skip
-        head_step = EagleStepStruct(step, positions.data_ptr(), hidden.data_ptr(), g.data_ptr())
+        head_step = EagleStepStruct(step, positions.buffer_info()[0], hidden.data_ptr(), g.data_ptr())
         self.team.library.eagle(self.team.handle, byref(self._struct), byref(head_step))
         return g, logits
 

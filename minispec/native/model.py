@@ -225,7 +225,7 @@ class CompiledForward:
     def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
         """Arguments and result as in ``Llama.forward``."""
         model = self._model
-        rows, samples = batch.tokens.shape[0], batch.sample_rows.shape[0]
+        rows, samples = batch.rows, batch.samples
         depth = model.config.num_layers if layers is None else layers
         # what ``Llama.forward`` would see on the way: not the layers behind the last that runs
         wanted = [layer for layer in taps.layers if layer <= depth] if taps is not None else []
