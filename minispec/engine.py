@@ -353,7 +353,9 @@ class Engine:
         return [
             Failed(result.part, "sample", NotFinite("the target's logits are not finite"))
             if result.acceptance is not None and NO_TOKEN in result.acceptance.tokens
-            else replace(result, logprobs=logprobs.get(result.part.slot.request, ()))
+            else replace(result, logprobs=own)
+            if (own := logprobs.get(result.part.slot.request))
+            else result
             for result in results
         ]
 

@@ -22,6 +22,7 @@ MAX_AGREEMENT = 12
 MAX_OCCURRENCES = 64
 """Most recent occurrences of the last token that are looked at."""
 MAX_DEPTH = 24
+_Places = list[tuple[int, int]]  # occurrences, with the agreement of each
 _WEIGHTS = [4.0**agreement for agreement in range(MAX_AGREEMENT + 1)]  # of an occurrence, by its agreement
 
 
@@ -110,13 +111,27 @@ class NgramDrafter(BaseDrafter):
         tree_tokens, parents, values, depths = [tokens[last]], [-1], [0.0], [0]
         text.agreement = [0]
         # heap of children not yet in the tree: (-value, tie-break, parent, token, agreement, occurrences behind it)
-        heap: list[tuple[float, int, int, int, int, list[tuple[int, int]]]] = []
+        heap: list[tuple[float, int, int, int, int, _Places]] = []
         pushed = 0
+        rates = [0.0] * (MAX_AGREEMENT + 1)
 
-        def push_children(node: int, at: list[tuple[int, int]]) -> None:
+        def push(node: int, token: int, agreement: int, weight: float, total: float, group: _Places) -> None:
             nonlocal pushed
-            # token → (weight, longest agreement before it was appended, the occurrences that go on with it)
-            groups: dict[int, tuple[float, int, list[tuple[int, int]]]] = {}
+            # the agreement before this token was appended is what its rate is about
+            rate = rates[agreement] = rates[agreement] or self._rate(text, agreement)
+            value = values[node] + math.log(rate * weight / total)
+            heapq.heappush(heap, (-value, pushed, node, token, agreement, group))
+            pushed += 1
+
+        def push_children(node: int, at: _Places) -> None:
+            if len(at) == 1:  # mostly, a few tokens on
+                [(position, agreement)] = at
+                if position < last:
+                    behind = [(position + 1, min(agreement + 1, MAX_AGREEMENT))]
+                    push(node, tokens[position + 1], agreement, 1.0, 1.0, behind)
+                return
+            # token → (weight, longest agreement, the occurrences that go on with it)
+            groups: dict[int, tuple[float, int, _Places]] = {}
             for position, agreement in at:
                 if position < last:
                     own = (position + 1, min(agreement + 1, MAX_AGREEMENT))
@@ -125,10 +140,7 @@ class NgramDrafter(BaseDrafter):
                     groups[tokens[position + 1]] = (weight + _WEIGHTS[agreement], max(longest, agreement), group)
             total = sum([weight for weight, _, _ in groups.values()])
             for token, (weight, longest, group) in groups.items():
-                # the agreement before this token was appended is what its rate is about
-                probability = self._rate(text, longest) * weight / total
-                heapq.heappush(heap, (-(values[node] + math.log(probability)), pushed, node, token, longest, group))
-                pushed += 1
+                push(node, token, longest, weight, total, group)
 
         push_children(0, occurrences)
         while heap and len(tree_tokens) < max_nodes:

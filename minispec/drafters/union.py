@@ -152,7 +152,7 @@ class UnionDrafter(BaseDrafter):
 
     @staticmethod
     def _kind(m: int, probability: float) -> int:
-        return m * _BINS + min(int(probability * _BINS), _BINS - 1)
+        return m * _BINS + (int(probability * _BINS) if probability < 1 else _BINS - 1)
 
     def _merge(self, slot: Slot, proposals: Sequence[tuple[int, DraftTree]], max_nodes: int) -> DraftTree:
         state = self._states[slot]
@@ -163,30 +163,32 @@ class UnionDrafter(BaseDrafter):
         state.children, state.guesses, state.sources = children, guesses, sources
         tokens, parents = [slot.request.tokens[-1]], [-1]
         for m, tree in proposals:
-            name, at = (self._members[m].name,), [0]
-            for token, above, value in zip(tree.tokens[1:], tree.parents[1:], tree.values[1:], strict=True):
-                parent = at[above]
+            name, at, own = (self._members[m].name,), [0], tree.values
+            for token, above, value in zip(tree.tokens[1:], tree.parents[1:], own[1:], strict=True):
+                parent, guess = at[above], (m, math.exp(value - own[above]))
                 node = children[parent].get(token)
                 if node is None:
                     node = children[parent][token] = len(tokens)
                     tokens.append(token)
                     parents.append(parent)
                     children.append({})
-                    guesses.append([])
-                    sources.append(())
-                guesses[node].append((m, math.exp(value - tree.values[above])))
-                sources[node] += name
+                    guesses.append([guess])
+                    sources.append(name)
+                else:
+                    guesses[node].append(guess)
+                    sources[node] += name
                 at.append(node)
         values = [0.0]
         rates: dict[int, float] = {}  # by kind
-        for node in range(1, len(tokens)):
-            likeliest = 0.0
-            for m, probability in guesses[node]:
+        for parent, made in zip(parents[1:], guesses[1:], strict=True):
+            likeliest = 1e-6
+            for m, probability in made:
                 kind = self._kind(m, probability)
-                if kind not in rates:
-                    rates[kind] = state.rates[kind]
-                likeliest = max(likeliest, probability * rates[kind] * _BINS / (kind % _BINS + 0.5))
-            values.append(values[parents[node]] + math.log(min(max(likeliest, 1e-6), 0.995)))
+                if (rate := rates.get(kind)) is None:
+                    rate = rates[kind] = state.rates[kind]
+                if (corrected := probability * rate * _BINS / (kind % _BINS + 0.5)) > likeliest:
+                    likeliest = corrected
+            values.append(values[parent] + math.log(likeliest if likeliest < 0.995 else 0.995))
         # the sort is stable, in reverse too, and children are worth less than their parents: what is kept is a tree
         kept = sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[: min(max_nodes, MAX_NODES)]
         index = {node: i for i, node in enumerate(kept)}
