@@ -66,3 +66,11 @@ def test_wide_trees_take_several_words():
 def test_building_nothing_gives_an_empty_batch():
     batch = StepBatch.build([], page_size=4)
     assert batch.tokens.shape == (0,) and batch.row_start.tolist() == [0]
+
+
+def test_positions_behind_a_gap():
+    batch = StepBatch.build([Span.chunk([7, 8], [0], 1, sample_last=True), Span.tree(TREE, [1, 2], 2)], page_size=4)
+    assert batch.positions_after([0, 0]) is batch.arrays["positions"]
+    assert list(batch.positions_after([5, 3])) == [6, 7, 5, 6, 6, 7, 8, 6]
+    assert batch.positions.tolist() == [1, 2, 2, 3, 3, 4, 5, 3]
+    assert (batch.rows, batch.samples) == (8, 7)
