@@ -8,6 +8,7 @@ drafted, for which slots a drafter works and how deep; depth 0 is a valid answer
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,9 +35,10 @@ _PROBE_NODES = 4
 _TRUST = 0.25  # in what a tree was expected to bring, beside what it brought
 _PROBE_DEPTH = 2
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
 _RECKONING = 1e-4
 """Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
-_LEAST_HIT = 0.3  # of what is reached, what another layer is reckoned to gain at least
+_LEAST_HIT = 0.5  # of what is reached, what another layer is reckoned to gain at least
 _FIRST = 3  # proposals that are made before it is asked whether they pay
 _MUTE = 76  # proposals in a row that held nothing: of a drafter that has nothing to say
 
@@ -187,7 +189,7 @@ class _MemberRecord:
         outcomes: by the size of the crowd that shares a step (``DraftCost.size``): where rows are dear trees are small.
         silent: proposals in a row that held nothing.
         free: it takes too little time to think about it.
-        least_gain: what a further layer must promise (``Drafter.least_gain``).
+        least: what a further layer must promise, and of which nodes (``Drafter.least_gain``, ``least_value``).
         steady: all slots that it is asked for now were drafted for in the step before.
         pause, longest_pause: where the back-off of a new slot begins, and its bound.
     """
@@ -196,7 +198,7 @@ class _MemberRecord:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     silent: int = 0
     free: bool = True
-    least_gain: float = 0.0
+    least: tuple[float, float] = (0.0, 0.0)
     steady: bool = False
     pause: int = _FIRST_PAUSE
     longest_pause: int = _PAUSES[0]
@@ -237,7 +239,7 @@ class AutoBudget:
             able = [i for i, slot in enumerate(slots) if wanted[i] > 1 and slot.request.may_draft(member.name)]
             chosen, depth = self._choose(member.name, slots, able, prefill) if able else ([], 0)
             member.depth_limit = depth if chosen else 0
-            member.least_gain = self._member(member.name).least_gain
+            member.least_gain, member.least_value = self._member(member.name).least
             deepest = max(deepest, member.depth_limit)
             asked.update(chosen)
             records = [self._slot(slots[i]) for i in chosen]
@@ -318,7 +320,7 @@ class AutoBudget:
     def _choose(self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill) -> tuple[list[int], int]:
         """For which of the ``able`` slots a member drafts, and how deep."""
         member = self._member(name)
-        member.least_gain = 0.0
+        member.least = (0.0, 0.0)
         gates = [self._slot(slots[i]).gate(name, member.pause) for i in able]
         line = self._cost.line
         plain = line(prefill.rows + len(slots))
@@ -339,8 +341,12 @@ class AutoBudget:
             return able, MAX_NODES
         chosen, depth, rate = self._best(name, slots, able, prefill)
         # an average says little of the text at hand: a drafter that knows how sure it is goes by that
-        layer = member.cost(max(len(chosen), 1), depth + 1) - member.cost(max(len(chosen), 1), depth)
-        member.least_gain = rate * layer / max(outcome.totals()[1][0], _LEAST_HIT)
+        count = max(len(chosen), 1)
+        layer = member.cost(count, depth + 1) - member.cost(count, depth)
+        _, nodes = outcome.totals()[depth]
+        rows = prefill.rows + len(slots) + outcome.beside * len(able) + nodes * count
+        hit = max(outcome.totals()[1][0], _LEAST_HIT)
+        member.least = rate * layer / hit, rate * (line(rows + 1) - line(rows)) / hit
         for i, gate in zip(able, gates, strict=True):
             if i in chosen:
                 gate.pays()
@@ -371,13 +377,13 @@ class AutoBudget:
         rows = prefill.rows + len(slots) + outcome.beside * len(able)
         best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else _MARGIN)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
+        counts = [*(count for count in _COUNTS if count < len(compared)), len(compared)]
+        ratios = list(itertools.accumulate(ratio for ratio, _ in compared))
         for depth in (*(depth for depth in _DEPTHS if depth < len(totals) - 1), len(totals) - 1):
             gain, nodes = totals[depth]
-            more = 0.0
-            for count, (ratio, _) in enumerate(compared, 1):
-                more += ratio * gain
+            for count in counts:
                 seconds = line(rows + count * nodes) + member.cost(count, depth) + count * _RECKONING
-                if (rate := (tokens + more) / seconds) > best:
+                if (rate := (tokens + ratios[count - 1] * gain) / seconds) > best:
                     best, choice = rate, ([i for _, i in compared[:count]], depth)
         return *choice, best
 

@@ -56,6 +56,14 @@ class Drafter(Protocol):
     def least_gain(self, tokens: float) -> None: ...
 
     @property
+    def least_value(self) -> float:
+        """How likely a walk must come to a node for its children to be worth the rows that verify them. A drafter that
+        goes by ``least_gain`` runs no other nodes, and promises what is beyond it only."""
+
+    @least_value.setter
+    def least_value(self, probability: float) -> None: ...
+
+    @property
     def seconds(self) -> float:
         """What its part of the last proposal took; a union measures its members, the engine everybody else."""
 
@@ -117,6 +125,7 @@ class BaseDrafter:
     invalid: int = 0
     depth_limit: int = MAX_NODES
     least_gain: float = 0.0
+    least_value: float = 0.0
     seconds: float = 0.0
     grown: int = 0
     runners: Sequence[ModelRunner | HeadRunner] = ()

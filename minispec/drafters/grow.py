@@ -59,10 +59,12 @@ class Growth:
     ranks: list[Ranks] = field(default_factory=lambda: [()])
     least: float = -sys.float_info.max
 
-    @property
-    def reached(self) -> float:
-        """How likely a walk comes to the frontier, by the drafter's own reckoning: no further layer gains more."""
-        return sum(math.exp(self.values[node]) for node in self.frontier)
+    def promise(self, least: float) -> float:
+        """How likely a walk comes to the frontier, by the drafter's own reckoning, as far as that is beyond ``least``
+        for a node: no further layer gains more. Nodes that do not come up to it leave the frontier."""
+        chances = [(node, math.exp(self.values[node]) - least) for node in self.frontier]
+        self.frontier = [node for node, chance in chances if chance > 0]
+        return sum(chance for _, chance in chances if chance > 0)
 
     def span(self, pages: Sequence[int], num_cached: int) -> Span:
         """The frontier as rows behind the nodes run before; all are sampled.
@@ -269,7 +271,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
             if not growing or depth == layers:
                 break
-            if self.least_gain and sum(g.reached for g in growing) < self.least_gain:
+            if self.least_gain and sum([g.promise(self.least_value) for g in growing]) < self.least_gain:
                 break
             self._add_children(growing, self._run(growing))
         return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
