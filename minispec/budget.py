@@ -31,10 +31,11 @@ _DOUBT = 1.08  # what it may seem to cost for one: who drafts goes on learning w
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
-_PROBE_NODES = 4
+_PROBE_NODES = 4  # of one slot; several are probed together with one each
 _TRUST = 0.25  # in what a tree was expected to bring, beside what it brought
 _PROBE_DEPTH = 2
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
+_LOOK = 4  # steps after which several slots are looked at again, where a drafter rests
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
 _RECKONING = 1e-4
 """Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
@@ -136,10 +137,13 @@ class _Gate:
     def pays(self) -> None:
         self.waited, self.pause, self.failed = 0, _FIRST_PAUSE, 0
 
-    def probed(self, found: bool, longest: int) -> None:
-        """After a find the next step probes again, until the estimates have caught up."""
-        if found:
+    def probed(self, found: bool, longest: int, alone: bool) -> None:
+        """After a find the next step probes again, until the estimates have caught up; several slots tell enough at
+        once."""
+        if found and alone:
             self.failed = 0
+        elif found:
+            self.pays()
         else:
             self.waited, self.pause, self.failed = 0, min(2 * self.pause, longest), self.failed + 1
 
@@ -188,6 +192,7 @@ class _MemberRecord:
     Attributes:
         outcomes: by the size of the crowd that shares a step (``DraftCost.size``): where rows are dear trees are small.
         silent: proposals in a row that held nothing.
+        resting: for how many slots, together, it did not pay when it was looked at last; 0 if it did.
         free: it takes too little time to think about it.
         least: what a further layer must promise, and of which nodes (``Drafter.least_gain``, ``least_value``).
         steady: all slots that it is asked for now were drafted for in the step before.
@@ -197,6 +202,7 @@ class _MemberRecord:
     cost: DraftCost = field(default_factory=DraftCost)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     silent: int = 0
+    resting: int = 0
     free: bool = True
     least: tuple[float, float] = (0.0, 0.0)
     steady: bool = False
@@ -225,6 +231,7 @@ class AutoBudget:
         self._draft_seconds = 0.0  # of this step
         self._asked: set[Slot] = set()  # slots drafted for in this step
         self._step = 0
+        self._crowd = 0  # slots that decode in this step
 
     @property
     def step_cost(self) -> StepCost | None:
@@ -233,6 +240,7 @@ class AutoBudget:
     def limits(self, drafter: Drafter, slots: Sequence[Slot], wanted: Sequence[int], prefill: Prefill) -> list[int]:
         self._draft_seconds = 0.0
         self._step += 1
+        self._crowd = len(slots)
         asked: set[int] = set()
         deepest = 0
         for member in drafter.members:
@@ -248,7 +256,8 @@ class AutoBudget:
                 record.asked[member.name] = self._step
         drafter.depth_limit = deepest
         self._asked = {slots[i] for i in asked}
-        return [count if i in asked else 1 for i, count in enumerate(wanted)]
+        room = self._room(drafter, len(slots))
+        return [min(count, room) if i in asked else 1 for i, count in enumerate(wanted)]
 
     def cut(
         self, drafter: Drafter, slots: Sequence[Slot], trees: Sequence[DraftTree], nodes: int, prefill: Prefill
@@ -294,7 +303,7 @@ class AutoBudget:
         for name in set().union(*sources[1:]):
             member, gate = self._member(name), record.gate(name)
             if gate.due:
-                gate.probed(any(name in sources[node] for node in accepted), member.longest_pause)
+                gate.probed(any(name in sources[node] for node in accepted), member.longest_pause, self._crowd == 1)
                 member.pause = gate.pause
 
     def drafted(self, drafter: Drafter, slots: int, depth: int, seconds: float) -> None:
@@ -329,7 +338,7 @@ class AutoBudget:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
         probe = 0.0 if member.free else member.cost(len(able), _PROBE_DEPTH)
-        probe += line(prefill.rows + (1 + _PROBE_NODES) * len(slots)) - plain
+        probe += line(prefill.rows + len(slots) + max(_PROBE_NODES, len(slots))) - plain
         member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
             for gate in gates:
@@ -339,7 +348,16 @@ class AutoBudget:
         outcome = member.outcome(len(slots))
         if outcome.count < _FIRST and member.silent < _MUTE:
             return able, MAX_NODES
+        if (
+            member.resting == len(slots) > 1
+            and self._step % _LOOK
+            and not any(gate.waited + 1 >= gate.pause for gate in gates)
+        ):
+            for gate in gates:
+                gate.waited += 1
+            return [], 0
         chosen, depth, rate = self._best(name, slots, able, prefill)
+        member.resting = 0 if chosen else len(slots)
         # an average says little of the text at hand: a drafter that knows how sure it is goes by that
         count = max(len(chosen), 1)
         layer = member.cost(count, depth + 1) - member.cost(count, depth)
@@ -361,6 +379,14 @@ class AutoBudget:
                     gate.waited = gate.pause
                     chosen.append(i)
         return chosen, depth
+
+    def _room(self, drafter: Drafter, crowd: int) -> int:
+        """Nodes that a slot is asked for at most: some times what has been kept of them lately. In a crowd that is a
+        few each, and every node costs Python."""
+        if crowd == 1:
+            return MAX_NODES
+        outcomes = [self._member(member.name).outcome(crowd) for member in drafter.members if member.depth_limit]
+        return 8 + int(4 * max((outcome.totals()[-2][1] + outcome.beside for outcome in outcomes), default=0.0))
 
     def _best(
         self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill
@@ -451,13 +477,13 @@ class AutoBudget:
                     if known.silent < _MUTE:  # nothing to say at present (a draft that still reads): ask later
                         gate.waited -= gate.pause // 4
                     else:  # nothing to say ever (a draft whose logits are not finite)
-                        gate.probed(False, known.longest_pause)
+                        gate.probed(False, known.longest_pause, True)
                         known.pause = gate.pause
             elif any_kept:
                 if known.free:
                     gate.pays()
             elif gate.due:
-                probe += sorted(nodes, key=lambda i: -tree.values[i])[:_PROBE_NODES]
+                probe += sorted(nodes, key=lambda i: -tree.values[i])[: _PROBE_NODES if self._crowd == 1 else 1]
             elif known.free:
                 gate.waited += 1
         return probe
