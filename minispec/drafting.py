@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from minispec.budget import Budget, Prefill
+from minispec.allot import Prefill
+from minispec.budget import Budget
 from minispec.drafters.base import Drafter
 from minispec.guide import Guided, forced_tokens, permitted
 from minispec.request import Request

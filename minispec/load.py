@@ -14,9 +14,9 @@ import torch
 
 from minispec import hub, kernels
 from minispec.batch import Span
-from minispec.budget import StepCost
 from minispec.compiled import Compilation
 from minispec.config import DEFAULT_MAX_CONTEXT, EngineConfig
+from minispec.costs import StepCost
 from minispec.drafters import build
 from minispec.drafters.base import NoDrafter
 from minispec.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.budget import Prefill, allot
+from minispec.allot import Prefill, allot
 from minispec.costs import StepCost
 from minispec.tree import DraftTree
 
