@@ -23,9 +23,6 @@ from minispec.verify import Acceptance
 FREE = 0.04
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
-_MARGIN = (
-    1.03  # what a drafter must promise for several slots, as those that wait for one another gain less than their mean
-)
 _DOUBT = 1.08  # what it may seem to cost for one: who drafts goes on learning what it brings
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
@@ -387,7 +384,7 @@ class AutoBudget:
         # what comes without this member
         tokens = len(slots) + prefill.tokens + outcome.others * len(able)
         rows = prefill.rows + len(slots) + outcome.beside * len(able)
-        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else _MARGIN)
+        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else 1.0)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
         counts = [*(count for count in _COUNTS if count < len(compared)), len(compared)]
         ratios = list(itertools.accumulate(ratio for ratio, _ in compared))
