@@ -1,7 +1,7 @@
 """How many nodes a step verifies, and who drafts for it: what maximises expected tokens per second.
 
-The rate that ``allot`` maximises decides, before anything is drafted, for which slots a drafter works and how deep;
-depth 0 is a valid answer, and then it is not even asked.
+The rate that ``allot`` maximises decides, before anything is drafted, for which slots a drafter works, and what a layer
+of a tree must promise to be grown. Nobody is a valid answer, and then the drafter is not even asked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _PROBING = 0.01
 _PROBE_NODES = 4  # of one slot; several are probed together with one each
 _TRUST = 0.25  # in what a tree was expected to bring, beside what it brought
 _PROBE_DEPTH = 2
+_FREE_ROOM = 32  # nodes of a slot in a crowd, where a drafter that is free is asked
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
 _LOOK = 4  # steps after which several slots are looked at again, where a drafter rests
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
@@ -48,7 +49,7 @@ class Budget(Protocol):
         """What a step is reckoned to cost at present, if that matters."""
 
     def limits(self, drafter: Drafter, slots: Sequence[Slot], wanted: Sequence[int], prefill: Prefill) -> list[int]:
-        """Most nodes to draft for each decoding slot; 1 is none. Sets how deep the drafter and its members go."""
+        """Most nodes to draft for each decoding slot; 1 is none. Tells the drafter and its members how deep to go."""
 
     def cut(
         self, drafter: Drafter, slots: Sequence[Slot], trees: Sequence[DraftTree], nodes: int, prefill: Prefill
@@ -253,7 +254,7 @@ class AutoBudget:
         ]
         kept = choose(values, nodes, cost, prefill)
         probes = [
-            self._judge(drafter, slot, tree, own, len(nodes) > 1) if slot in self._asked else []
+            self._judge(drafter, slot, tree, own, nodes) if slot in self._asked else []
             for slot, tree, own, nodes in zip(slots, trees, sources, kept, strict=True)
         ]
         if any(probes):
@@ -264,6 +265,8 @@ class AutoBudget:
             kept = choose(wanted, nodes, cost, prefill)
         for t, slot in enumerate(slots):
             self._note(drafter, slot, len(slots), trees[t], sources[t], values[t], kept[t])
+            if probes[t] and len(kept[t]) == 1:  # rows are so dear that not even a probe is verified
+                self._fail(drafter, slot)
         return [tree.keep(own) if len(own) < len(tree) else tree for tree, own in zip(trees, kept, strict=True)]
 
     def learn(self, slot: Slot, tree: DraftTree, sources: Sequence[Source], acceptance: Acceptance) -> None:
@@ -343,7 +346,8 @@ class AutoBudget:
         member.resting = 0 if chosen else len(slots)
         # an average says little of the text at hand: a drafter that knows how sure it is goes by that
         count = max(len(chosen), 1)
-        layer = member.cost(count, depth + 1) - member.cost(count, depth)
+        deeper = member.cost(count, depth + 1)
+        layer = max(deeper - member.cost(count, depth), deeper / (depth + 1) / 2)  # depths are measured at other times
         _, nodes = outcome.totals()[depth]
         rows = prefill.rows + len(slots) + outcome.beside * len(able) + nodes * count
         hit = max(outcome.totals()[1][0], _LEAST_HIT)
@@ -368,8 +372,11 @@ class AutoBudget:
         few each, and every node costs Python."""
         if crowd == 1:
             return MAX_NODES
-        outcomes = [self._member(member.name).outcome(crowd) for member in drafter.members if member.depth_limit]
-        return 8 + int(4 * max((outcome.totals()[-2][1] + outcome.beside for outcome in outcomes), default=0.0))
+        asked = [self._member(member.name) for member in drafter.members if member.depth_limit]
+        outcomes = [member.outcome(crowd) for member in asked]
+        room = 8 + int(4 * max((outcome.totals()[-2][1] + outcome.beside for outcome in outcomes), default=0.0))
+        # no account is kept of what is free, which may go on for long
+        return max(room, _FREE_ROOM) if any(member.free for member in asked) else room
 
     def _best(
         self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill
@@ -446,7 +453,7 @@ class AutoBudget:
             outcome.rest(part.others, part.beside)
 
     def _judge(
-        self, drafter: Drafter, slot: Slot, tree: DraftTree, sources: Sequence[Source], any_kept: bool
+        self, drafter: Drafter, slot: Slot, tree: DraftTree, sources: Sequence[Source], kept: Sequence[int]
     ) -> list[int]:
         """Note for each member whether its proposal was worth verifying; returns what to verify even so, as a probe."""
         record, probe = self._slot(slot), []
@@ -462,14 +469,23 @@ class AutoBudget:
                     else:  # nothing to say ever (a draft whose logits are not finite)
                         gate.probed(False, known.longest_pause, True)
                         known.pause = gate.pause
-            elif any_kept:
-                if known.free:
-                    gate.pays()
+            elif known.free and len(kept) > 1:
+                gate.pays()
+            elif any(member.name in sources[i] for i in kept[1:]):
+                pass  # what is verified will tell
             elif gate.due:
                 probe += sorted(nodes, key=lambda i: -tree.values[i])[: _PROBE_NODES if self._crowd == 1 else 1]
             elif known.free:
                 gate.waited += 1
         return probe
+
+    def _fail(self, drafter: Drafter, slot: Slot) -> None:
+        """End the slot's probes that are due: there was nothing to find."""
+        for member in drafter.members:
+            known, gate = self._member(member.name), self._slot(slot).gate(member.name)
+            if self._slot(slot).asked.get(member.name) == self._step and gate.due:
+                gate.probed(False, known.longest_pause, True)
+                known.pause = gate.pause
 
     def _slot(self, slot: Slot) -> _SlotRecord:
         return self._slots.setdefault(slot, _SlotRecord())

@@ -110,6 +110,22 @@ def test_probes_of_many_short_requests_are_few_where_rows_are_dear():
     assert len(drafted) == 160 and sum(drafted[50:]) < 0.05 * 16 * len(drafted[50:])
 
 
+def test_probes_that_rows_are_too_dear_for_end():
+    """Not even a node that is sure pays where 16 roots have used up the cheap rows."""
+    drafter = TimedDrafter(wrong_chain, clock := Clock(), 4.0)
+    cost = StepCost(5.0, 0.2, ((12.0, 1.2),))
+    decode(drafter, clock, cost, tokens=150, slots=16, max_slots=16)
+    assert len(drafter.calls) < 0.1 * 150
+    assert clock.now < 1.05 * 150 * cost(16)
+
+
+def test_what_is_free_may_go_on_for_long_in_a_crowd():
+    clock = Clock()
+    drafter = TimedDrafter(right(depth=24), clock)
+    _, requests, _ = decode(drafter, clock, StepCost(20.0, 0.01), slots=2)
+    assert all(request.speculation.acceptance_length > 15 for request in requests)
+
+
 def test_a_fixed_budget_is_fixed():
     clock = Clock()
     _, [request], _ = decode(TimedDrafter(wrong_chain, clock), clock, auto=False, tokens=100)

@@ -271,8 +271,10 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
             growing = [g for g in growing if g.frontier and min(g.slot.request.remaining, g.max_nodes) > depth + 1]
             if not growing or depth == layers:
                 break
-            if self.least_gain and sum([g.promise(self.least_value) for g in growing]) < self.least_gain:
-                break
+            if self.least_gain:
+                if sum([g.promise(self.least_value) for g in growing]) < self.least_gain:
+                    break
+                growing = [g for g in growing if g.frontier]
             self._add_children(growing, self._run(growing))
         return [growths[slot].tree() if slot in growths else DraftTree.root(slot.request.tokens[-1]) for slot in slots]
 

@@ -11,7 +11,7 @@ from minispec.batch import StepBatch
 
 
 class LinearStruct(ctypes.Structure):
-    """A packed weight; see gemm.h."""
+    """A packed weight; see linear.h."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -63,7 +63,7 @@ class ModelStruct(ctypes.Structure):
 
 
 class BatchStruct(ctypes.Structure):
-    """A StepBatch; see attention.h."""
+    """A StepBatch; see plan.h."""
 
     _fields_ = (
         ("rows", c_int32),

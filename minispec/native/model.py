@@ -66,7 +66,7 @@ class PackedLinear(Linear):
     """A Linear in the compiled step's layout: the eager forward and draft heads call it, the step reads it in place.
 
     Weights are whole numbers there (native/weights.h): of bfloat16 ones, those of at least 1/128 of their output's
-    greatest are kept exactly, the rest to 2^-16 of it. ``packed`` is False: the weight is not oneDNN's.
+    greatest are kept exactly, the rest to 2^-15 of it. ``packed`` is False: the weight is not oneDNN's.
     """
 
     def __init__(

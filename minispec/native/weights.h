@@ -44,7 +44,7 @@ inline uint32_t top_of(__m512 a, __m512 b) {
 }
 
 // Bfloat16 weights as whole numbers of 16 bits, with a power of two for every output: what is at least 1/128 of an output's
-// greatest weight is kept exactly, the rest to 2^-16 of the greatest. Inputs have 12 bits and a power of two for every group:
+// greatest weight is kept exactly, the rest to 2^-15 of the greatest. Inputs have 12 bits and a power of two for every group:
 // a bfloat16 of at least 1/8 of the group's greatest is kept exactly. So the sums of a group fit into 32 bits,
 // 32 * 32767 * 2048 < 2^31, and what is lost is less than what rounding to bfloat16 loses anyway.
 struct Fixed16 {

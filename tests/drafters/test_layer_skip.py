@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,3 +118,38 @@ def test_the_number_of_layers_is_checked(layers):
 def test_a_target_of_one_layer_has_none_to_skip():
     with pytest.raises(ConfigError, match="suffix"):
         check_layers(1, 1)
+
+
+@pytest.mark.parametrize(("gain", "value", "sizes"), [(0.3, 0.1, [5, 2]), (0.3, 0.0, [5, 5]), (3.0, 0.0, [2, 2])])
+def test_who_is_unsure_leaves_the_layers_to_the_others(gain: float, value: float, sizes: list[int]) -> None:
+    """One slot knows what comes, the other finds every token as likely."""
+
+    class Halves:
+        vocab_size, kv = VOCAB, SimpleNamespace(page_size=16)
+
+        def forward(self, spans, layers=None):
+            assert all(span.tokens for span in spans)
+            return torch.cat([logits.expand(len(span.tokens), -1) for span in spans for logits in [self.of(span)]])
+
+        def of(self, span):
+            logits = torch.zeros(1, VOCAB)
+            logits[0, 3] = 20.0 * (span.pages[0] == 0)
+            return logits
+
+    def slot(page):
+        request = SimpleNamespace(tokens=[1] * 5, params=GREEDY, remaining=100, seed=0)
+        return SimpleNamespace(pages=[page, page + 1], num_cached=4, request=request)
+
+    drafter = LayerSkipDrafter(Halves(), 4, 2, Noise(VOCAB), depth=4, width=4, children=1)
+    drafter.least_gain, drafter.least_value = gain, value
+    slots = [Hashed(slot(0)), Hashed(slot(10))]
+    for one in slots:
+        drafter.begin(one)
+    assert [len(tree) for tree in drafter.propose(slots, [12, 12])] == sizes
+
+
+class Hashed:
+    """By identity."""
+
+    def __init__(self, of) -> None:
+        self.__dict__ = of.__dict__
