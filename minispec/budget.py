@@ -137,14 +137,12 @@ class _Part:
     """A member's part of a tree that is verified.
 
     Attributes:
-        crowd: slots that share the step.
         asked: layers that were asked for; 0 if it was left out.
         layers: tokens expected of the nodes that nobody else proposed, and their number, by layer.
         others, beside: tokens expected of the other nodes, and their number.
     """
 
     name: str
-    crowd: int
     asked: int
     layers: list[tuple[float, float]]
     others: float
@@ -240,7 +238,7 @@ class AutoBudget:
                 record.asked[member.name] = self._step
         drafter.depth_limit = deepest
         self._asked = {slots[i] for i in asked}
-        room = self._room(drafter, len(slots))
+        room = self._room(drafter)
         return [min(count, room) if i in asked else 1 for i, count in enumerate(wanted)]
 
     def cut(
@@ -264,7 +262,7 @@ class AutoBudget:
                     own_values[node] = 0.0
             kept = choose(wanted, nodes, cost, prefill)
         for t, slot in enumerate(slots):
-            self._note(drafter, slot, len(slots), trees[t], sources[t], values[t], kept[t])
+            self._note(drafter, slot, trees[t], sources[t], values[t], kept[t])
             if probes[t] and len(kept[t]) == 1:  # rows are so dear that not even a probe is verified
                 self._fail(drafter, slot)
         return [tree.keep(own) if len(own) < len(tree) else tree for tree, own in zip(trees, kept, strict=True)]
@@ -367,13 +365,13 @@ class AutoBudget:
                     chosen.append(i)
         return chosen, depth
 
-    def _room(self, drafter: Drafter, crowd: int) -> int:
+    def _room(self, drafter: Drafter) -> int:
         """Nodes that a slot is asked for at most: some times what has been kept of them lately. In a crowd that is a
         few each, and every node costs Python."""
-        if crowd == 1:
+        if self._crowd == 1:
             return MAX_NODES
         asked = [self._member(member.name) for member in drafter.members if member.depth_limit]
-        outcomes = [member.outcome(crowd) for member in asked]
+        outcomes = [member.outcome(self._crowd) for member in asked]
         room = 8 + int(4 * max((outcome.totals()[-2][1] + outcome.beside for outcome in outcomes), default=0.0))
         # no account is kept of what is free, which may go on for long
         return max(room, _FREE_ROOM) if any(member.free for member in asked) else room
@@ -407,7 +405,6 @@ class AutoBudget:
         self,
         drafter: Drafter,
         slot: Slot,
-        crowd: int,
         tree: DraftTree,
         sources: Sequence[Source],
         values: Sequence[float],
@@ -427,7 +424,7 @@ class AutoBudget:
             elif asked and member.silent < _MUTE:
                 member.silent += 1  # a draft that still reads, or whose logits are not finite
                 continue
-            part = _Part(name, crowd, max(drafted_by.depth_limit, grown) if asked else 0, [], 0.0, 0.0)
+            part = _Part(name, max(drafted_by.depth_limit, grown) if asked else 0, [], 0.0, 0.0)
             for node in kept[1:]:
                 chance, depth = math.exp(values[node]), tree.depth[node]
                 if sources[node] != (name,):
@@ -443,7 +440,7 @@ class AutoBudget:
 
     def _account(self, record: _SlotRecord, part: _Part) -> None:
         """Take in what a member's part of a tree came to."""
-        outcome = self._member(part.name).outcome(part.crowd)
+        outcome = self._member(part.name).outcome(self._crowd)
         if part.asked:
             totals = outcome.totals()
             expected, _ = totals[min(part.asked, len(totals) - 2)]
