@@ -119,29 +119,6 @@ def test_probes_that_rows_are_too_dear_for_end():
     assert clock.now < 1.05 * 150 * cost(16)
 
 
-def test_a_layer_that_seems_to_cost_less_than_nothing_must_promise_something():
-    """Depths are measured at different times: one under load, the next in quiet."""
-    clock = Clock()
-    drafter = TimedDrafter(right(), clock, 1.0)
-    engine = simulated_engine(drafter, clock, COST)
-    budget = engine.budget
-    for depth, seconds in ((1, 2.0), (2, 3.0), (3, 9.0), (4, 4.0), (5, 2.0)):
-        for _ in range(4):
-            budget._member(drafter.name).cost.observe(1, depth, seconds)
-    promised = []
-    propose = drafter.propose
-
-    def noting(slots, max_nodes):
-        promised.append(drafter.least_gain)
-        return propose(slots, max_nodes)
-
-    drafter.propose = noting
-    engine.add(engine.make_request([1], SamplingParams(max_tokens=60, temperature=0)))
-    while engine.has_work:
-        engine.step()
-    assert len(promised) > 6 and all(gain > 0 for gain in promised[4:])
-
-
 def test_what_is_free_may_go_on_for_long_in_a_crowd():
     clock = Clock()
     drafter = TimedDrafter(right(depth=24), clock)
