@@ -25,8 +25,6 @@ struct Attention {
   int64_t q_stride;
   const bf16 *k, *v;  // [kv_heads, positions, head_dim], this layer's cache
   int64_t head_stride;  // elements between KV heads
-  float* out;  // rounded to bfloat16
-  int64_t out_stride;
   int heads, kv_heads, head_dim;
   float scale;
   int64_t window;  // 0: none
@@ -60,6 +58,7 @@ inline void merge(float* into, const float* later, int head_dim) {
                      _mm512_fmadd_ps(_mm512_loadu_ps(into + i), a, _mm512_mul_ps(_mm512_loadu_ps(later + i), b)));
 }
 
+// The result, rounded to bfloat16.
 inline void finish(const float* partial, int head_dim, float* out) {
   const __m512 factor = _mm512_set1_ps(1.0f / partial[1]);
   for (int i = 0; i < head_dim; i += 16)
@@ -125,7 +124,9 @@ class Lines {
 // A thread's working memory, and the computation of one task.
 class Attender {
  public:
-  void run(const Attention& a, const Batch& b, Plan& plan, int which) {
+  // done(partial, row, head) for every query row of the task, unless others have a part in it that are not through.
+  template <class F>
+  void run(const Attention& a, const Batch& b, Plan& plan, int which, F&& done) {
     const Tile& t = plan.tiles[which];
     const int size = kFront + a.head_dim;
     running_.resize(static_cast<size_t>(kLanes) * size), chunk_.resize(static_cast<size_t>(kLanes) * size);
@@ -154,9 +155,7 @@ class Attender {
       for (int c = 1; c < join.chunks; ++c)
         for (int i = 0; i < t.count; ++i) merge(first + i * size, first + (c * t.count + i) * size, a.head_dim);
     }
-    each_lane(a, t, [&](int i, int row, int head) {
-      finish(first + i * size, a.head_dim, a.out + row * a.out_stride + head * a.head_dim);
-    });
+    each_lane(a, t, [&](int i, int row, int head) { done(first + i * size, row, head); });
   }
 
  private:
@@ -165,7 +164,7 @@ class Attender {
   // The keys that are likely to be wanted next: those of the next chunk, or of a task that follows.
   void look_ahead(const Attention& a, const Plan& plan, int which, int c) {
     const bool more = c + 1 < plan.tiles[which].end;
-    const Tile& t = plan.tiles[more ? which : std::min<size_t>(which + plan.threads, plan.tiles.size() - 1)];
+    const Tile& t = plan.tiles[more ? which : std::min<size_t>(which + 1, plan.tiles.size() - 1)];
     const Keys& keys = plan.keys[more ? t.keys + c + 1 - t.begin : t.keys];
     next_k_ = a.k + t.kv_head * a.head_stride;
     next_index_ = &plan.index[keys.index];

@@ -56,11 +56,12 @@ struct Rows {
 // `fit` is for one thread, before the team runs; the rest is called by all its threads, inside a job.
 class Decoder {
  public:
-  explicit Decoder(int threads) : pool(threads), attenders_(threads), rounded_(threads) {}
+  explicit Decoder(int threads) : pool(threads), attenders_(threads), kept_(threads) {}
 
   Pool pool;
   Rows<bf16> stream, added;  // the residual stream, and what is to be added to it next
   Rows<float> normed;
+  Inputs input, last;  // of a layer, and of the head: the sampled rows
 
   void fit(const Model& m, const Batch& b) {
     stream.fit(b.rows, m.hidden);
@@ -68,14 +69,13 @@ class Decoder {
     added.fit(b.rows, m.hidden);
     qkv_.fit(b.rows, (m.heads + 2 * m.kv_heads) * m.head_dim);
     attended_.fit(b.rows, m.heads * m.head_dim);
-    inner_.fit(b.rows, m.intermediate);
-    fit_inputs(b.rows, std::max({m.hidden, m.heads * m.head_dim, m.intermediate}));
+    input.fit(b.rows, m.hidden, m.layer[0].gate_up.bits);
+    last.fit(b.samples, m.hidden, m.head.bits);
+    mixed_.fit(b.rows, m.heads * m.head_dim, m.layer[0].o.bits);
+    inner_.fit(b.rows, m.intermediate, m.layer[0].down.bits);
     angles_.resize(static_cast<size_t>(b.rows) * m.head_dim);
     plan_.build(b, m.heads, m.kv_heads, m.head_dim, m.window, pool.size());
   }
-
-  // Room for products of so many inputs.
-  void fit_inputs(int rows, int inputs) { rounded_.fit(rows, inputs); }
 
   // Cosines and sines of a row; one thread of them. Here, as torch's cosine wakes threads of its own from 128 values on,
   // which then spin where this step wants to run.
@@ -89,19 +89,21 @@ class Decoder {
     }
   }
 
-  template <To to>
-  void product(int thread, const Linear& l, Rows<float>& x, int rows, void* y, size_t y_stride) {
-    gemm<to>(pool, thread, l, x.row(0), x.stride, rows, rounded_, y, y_stride);
+  // A row's norm, which is the input of what comes next.
+  void norm(const Model& m, const bf16* x, const bf16* weight, int row, Inputs& to) {
+    rms_norm(x, weight, m.hidden, m.eps, normed.row(row));
+    to.round_row(row, normed.row(row));
   }
 
-  // Layer `i` on its normed input `x`: attention goes into the stream, what the MLP makes into `added`.
-  void layer(const Model& m, const Step& s, int i, Rows<float>& x, int thread) {
+  // Layer `i` on its normed input `x`: attention goes into the stream, what the MLP makes into `added`. Then: what the thread
+  // reads behind it.
+  void layer(const Model& m, const Step& s, int i, Inputs& x, int thread, const uint8_t* then) {
     const Batch& b = s.batch;
     const Layer& l = m.layer[i];
     const int half = m.head_dim / 2;
     bf16 *k = s.k + i * s.layer_stride, *v = s.v + i * s.layer_stride;
-    product<To::kBf16>(thread, l.qkv, x, b.rows, qkv_.row(0), qkv_.stride);
-    pool.phase(b.rows, [&](int r) {
+    gemm(pool, thread, l.qkv, x, ToRows<bf16>{l.qkv, qkv_.row(0), qkv_.stride}, first_block<ToRows<bf16>>(pool, thread, l.o));
+    pool.phase(thread, b.rows, [&](int r) {
       for (int h = 0; h < m.heads + 2 * m.kv_heads; ++h) {
         bf16* part = qkv_.row(r) + h * m.head_dim;
         const bool query = h < m.heads, value = h >= m.heads + m.kv_heads;
@@ -116,24 +118,40 @@ class Decoder {
         std::memcpy((value ? v : k) + at, part, sizeof(bf16) * m.head_dim);
       }
     });
-    const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride, attended_.row(0),
-                      static_cast<int64_t>(attended_.stride), m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
-    pool.phase(static_cast<int>(plan_.tiles.size()), [&](int t) { attenders_[thread].run(a, b, plan_, t); });
-    product<To::kBf16>(thread, l.o, attended_, b.rows, added.row(0), added.stride);
-    pool.phase(b.rows, [&](int r) {
-      add_to(stream.row(r), added.row(r), m.hidden);
-      rms_norm(stream.row(r), l.post_norm, m.hidden, m.eps, normed.row(r));
+    const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride,
+                      m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
+    const bool apart = m.head_dim % kGroup == 0;  // whether a head's outputs are groups of their own
+    pool.phase(thread, static_cast<int>(plan_.tiles.size()), [&](int t) {
+      attenders_[thread].run(a, b, plan_, t, [&](const float* partial, int row, int head) {
+        float* out = attended_.row(row) + head * m.head_dim;
+        finish(partial, m.head_dim, out);
+        if (apart) mixed_.round(row, head * m.head_dim / kGroup, m.head_dim / kGroup, out);
+      });
     });
-    product<To::kSilu>(thread, l.gate_up, normed, b.rows, inner_.row(0), inner_.stride);
-    product<To::kBf16>(thread, l.down, inner_, b.rows, added.row(0), added.stride);
+    if (!apart) pool.phase(thread, b.rows, [&](int r) { mixed_.round_row(r, attended_.row(r)); });
+    gemm(pool, thread, l.o, mixed_, ToRows<bf16>{l.o, added.row(0), added.stride}, first_block<ToInner>(pool, thread, l.gate_up));
+    pool.phase(thread, b.rows, [&](int r) {
+      add_to(stream.row(r), added.row(r), m.hidden);
+      norm(m, stream.row(r), l.post_norm, r, input);
+    });
+    gemm(pool, thread, l.gate_up, input, ToInner{l.gate_up, inner_, kept_[thread].rows},
+         first_block<ToRows<bf16>>(pool, thread, l.down));
+    gemm(pool, thread, l.down, inner_, ToRows<bf16>{l.down, added.row(0), added.stride}, then);
   }
 
-  // Logits of the first `samples` rows of `normed`.
+  // Where a thread begins with layer `i`, and behind the last one with the head.
+  const uint8_t* begin_of(const Model& m, const Step& s, int i, int thread) const {
+    if (i < s.depth) return first_block<ToRows<bf16>>(pool, thread, m.layer[i].qkv);
+    return first_block<ToRows<float>>(pool, thread, m.head);
+  }
+
+  // Logits of the samples, of which `last` has the norms and `normed` as well.
   void logits(const Model& m, const Step& s, int thread) {
     const int samples = s.batch.samples;
-    product<To::kFloat>(thread, m.head, normed, samples, s.logits, m.vocab);
+    gemm(pool, thread, m.head, last, ToRows<float>{m.head, s.logits, static_cast<size_t>(m.vocab)},
+         first_block<ToRows<float>>(pool, thread, m.head));
     if (m.exact)
-      pool.phase(samples, [&](int i) {
+      pool.phase(thread, samples, [&](int i) {
         rescore(s.logits + static_cast<int64_t>(i) * m.vocab, m.vocab, normed.row(i), m.exact, m.hidden);
       });
   }
@@ -143,8 +161,12 @@ class Decoder {
   Plan plan_;
   std::vector<float> angles_;  // [rows, head_dim], cosines and sines
   Rows<bf16> qkv_;
-  Rows<float> attended_, inner_;
-  Rounded rounded_;
+  Rows<float> attended_;
+  Inputs mixed_, inner_;  // of the output projection, of the down projection
+  struct alignas(64) Kept {
+    float rows[kRowTile][kGroup];
+  };
+  std::vector<Kept> kept_;
 };
 
 }  // namespace minispec

@@ -25,10 +25,11 @@ struct EagleStep {
 // Memory of the head's own, beside the decoder's.
 struct EagleRows {
   Rows<float> wide;  // [embedding, hidden state]
+  Inputs input;      // the same
   void fit(Decoder& d, const Eagle& e, const Batch& b) {
     d.fit(e.model, b);
-    d.fit_inputs(b.rows, 2 * e.model.hidden);
     wide.fit(b.rows, 2 * e.model.hidden);
+    input.fit(b.rows, 2 * e.model.hidden, e.model.layer[0].qkv.bits);
   }
 };
 
@@ -46,10 +47,11 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
   const Model& m = e.model;
   const Batch& b = es.step.batch;
   const bool first = e.version == 1;
-  d.pool.phase(b.rows, [&](int r) {
+  d.pool.phase(thread, b.rows, [&](int r) {
     const bf16 *embedded = m.embedding + b.tokens[r] * m.hidden, *hidden = es.hidden + static_cast<int64_t>(r) * m.hidden;
     norm_or_widen(embedded, first ? nullptr : m.layer[0].input_norm, m.hidden, m.eps, own.wide.row(r));
     norm_or_widen(hidden, first ? nullptr : e.hidden_norm, m.hidden, m.eps, own.wide.row(r) + m.hidden);
+    own.input.round_row(r, own.wide.row(r));
     if (e.norm_before_residual)
       rms_norm(hidden, e.hidden_norm, m.hidden, m.eps, d.stream.row(r));
     else
@@ -57,25 +59,28 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
     d.rotation(m, r, es.positions[r]);
   });
   if (first) {
-    d.product<To::kBf16>(thread, e.fc, own.wide, b.rows, d.stream.row(0), d.stream.stride);
-    d.pool.phase(b.rows, [&](int r) {
+    gemm(d.pool, thread, e.fc, own.input, ToRows<bf16>{e.fc, d.stream.row(0), d.stream.stride},
+         d.begin_of(m, es.step, 0, thread));
+    d.pool.phase(thread, b.rows, [&](int r) {
       norm_or_widen(d.stream.row(r), m.layer[0].input_norm, m.hidden, m.eps, d.normed.row(r));
+      d.input.round_row(r, d.normed.row(r));
     });
   }
   for (int i = 0; i < m.layers; ++i) {
     if (i)
-      d.pool.phase(b.rows, [&](int r) {
+      d.pool.phase(thread, b.rows, [&](int r) {
         add_to(d.stream.row(r), d.added.row(r), m.hidden);
-        rms_norm(d.stream.row(r), m.layer[i].input_norm, m.hidden, m.eps, d.normed.row(r));
+        d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.input);
       });
-    d.layer(m, es.step, i, i == 0 && !first ? own.wide : d.normed, thread);
+    d.layer(m, es.step, i, i == 0 && !first ? own.input : d.input, thread, d.begin_of(m, es.step, i + 1, thread));
   }
   if (b.samples == 0) return;
-  d.pool.phase(b.samples, [&](int i) {
+  d.pool.phase(thread, b.samples, [&](int i) {
     const int64_t r = b.sample_rows[i];
     add_to(d.stream.row(r), d.added.row(r), m.hidden);
     std::memcpy(es.g + static_cast<int64_t>(i) * m.hidden, d.stream.row(r), sizeof(bf16) * m.hidden);
     norm_or_widen(d.stream.row(r), m.norm, m.hidden, m.eps, d.normed.row(i));
+    d.last.round_row(i, d.normed.row(i));
   });
   d.logits(m, es.step, thread);
 }

@@ -35,9 +35,9 @@ inline bool is_output(const Linear& l, int block, int lane) {
 }
 
 // Fetching of weights, beside the computation: the processor's own prefetching ends at a page. A pass over a block fetches
-// the block that the thread turns to next, or where several passes share the work, half of it.
+// what the thread turns to next, or where several passes share the work, a part of it.
 struct Ahead {
-  const char* at;
+  const uint8_t* at;
   int step;  // bytes for every 128 that the pass reads: 128, 64 or 0
 };
 
@@ -45,35 +45,6 @@ struct Ahead {
 inline void fetch(Ahead& ahead, const uint8_t*& weights) {
   asm volatile("prefetcht1 (%1)\n\tprefetcht1 (%1,%2)" : "+r"(weights) : "r"(ahead.at), "r"(static_cast<int64_t>(ahead.step / 2)));
   ahead.at += ahead.step;
-}
-
-// Results: bfloat16, float32, or silu(gate) * up as float32 rounded to bfloat16.
-enum class To { kBf16, kFloat, kSilu };
-
-// The end of a product: a block's sums of `rows` rows, with the bias.
-template <To to>
-inline void put(const Linear& l, int block, int rows, const float (*sums)[kBlock], void* y, size_t y_stride) {
-  const int first = output_of(l, block, 0), second = output_of(l, block, 16);
-  const __mmask16 m0 = lanes(l.paired ? l.out / 2 - first : l.out - first);
-  const __mmask16 m1 = l.paired ? m0 : l.out > second ? lanes(l.out - second) : 0;
-  for (int m = 0; m < rows; ++m) {
-    __m512 a = _mm512_load_ps(sums[m]), b = _mm512_load_ps(sums[m] + 16);
-    if (l.bias) {
-      a = _mm512_add_ps(a, load_bf16(l.bias + first, m0));
-      b = _mm512_add_ps(b, load_bf16(l.bias + second, m1));
-    }
-    if constexpr (to == To::kBf16) {
-      bf16* row = static_cast<bf16*>(y) + m * y_stride;
-      store_bf16(row + first, a, m0);
-      store_bf16(row + second, b, m1);
-    } else if constexpr (to == To::kFloat) {
-      float* row = static_cast<float*>(y) + m * y_stride;
-      _mm512_mask_storeu_ps(row + first, m0, a);
-      _mm512_mask_storeu_ps(row + second, m1, b);
-    } else {
-      store_rounded(static_cast<float*>(y) + m * y_stride + first, silu_mul(a, b), m0);
-    }
-  }
 }
 
 }  // namespace minispec

@@ -1,7 +1,8 @@
 // A team of threads that runs one step together: phases of tasks with a barrier behind each.
 //
-// Tasks are handed out one by one from a counter, so that a thread that another program has pushed aside holds up the
-// rest by one task only. Waiting is a short spin and then a yield: a spinning thread on a busy machine takes the core
+// Every thread has its own share of a phase's tasks, neighbours in memory mostly, and the same in every step: what it will
+// read is known beforehand. It takes them one by one from a counter, and whoever is through goes on with a neighbour's, so
+// that a thread that another program has pushed aside holds up the rest by one task only. Waiting is a short spin and then a yield: a spinning thread on a busy machine takes the core
 // from the very thread it waits for. Between jobs threads wait like this too before they sleep: a step is a dozen calls in
 // quick succession, and waking a thread takes longer than some of them.
 #pragma once
@@ -9,9 +10,11 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -21,7 +24,7 @@ namespace minispec {
 
 class Pool {
  public:
-  explicit Pool(int threads) : size_(threads) {
+  explicit Pool(int threads) : size_(threads), shares_(threads) {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }
 
@@ -49,10 +52,23 @@ class Pool {
     barrier();
   }
 
+  // A thread's share of `count` tasks begins here; it ends where the next one's begins.
+  int first_of(int thread, int count) const { return static_cast<int>(static_cast<int64_t>(count) * thread / size_); }
+
   // Inside a job, by every thread with the same `count`: f(task) for each task in 0..count, then a barrier.
   template <class F>
-  void phase(int count, F&& f) {
-    for (int task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) f(task);
+  void phase(int thread, int count, F&& f) {
+    // Two counters in turn: this phase's was set to 0 during the last one.
+    const unsigned turn = shares_[thread].turn++ & 1;
+    shares_[thread].taken[!turn].store(0, std::memory_order_relaxed);
+    for (int i = 0; i < std::min(size_, kHelped + 1); ++i) {
+      const int whose = (thread + i) % size_, first = first_of(whose, count), all = first_of(whose + 1, count) - first;
+      std::atomic<int>& taken = shares_[whose].taken[turn];
+      while (taken.load(std::memory_order_relaxed) < all) {
+        const int task = taken.fetch_add(1, std::memory_order_relaxed);
+        if (task < all) f(first + task);
+      }
+    }
     barrier();
   }
 
@@ -61,7 +77,6 @@ class Pool {
     const unsigned sense = sense_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
       sense_.store(sense + 1, std::memory_order_release);
       return;
     }
@@ -94,15 +109,21 @@ class Pool {
   }
 
   static constexpr std::chrono::microseconds kPatience{1000};
+  static constexpr int kHelped = 4;  // neighbours whose tasks a thread may take
+
+  struct alignas(64) Share {
+    std::atomic<int> taken[2] = {{0}, {0}};
+    unsigned turn = 0;
+  };
 
   const int size_;
+  std::vector<Share> shares_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_;
   const std::function<void(int)>* job_ = nullptr;
   std::atomic<unsigned> generation_{0};
   bool stop_ = false;
-  alignas(64) std::atomic<int> next_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> sense_{0};
 };

@@ -29,8 +29,8 @@ class Runner {
 
   void best(const float* logits, int rows, int vocab, int k, const int64_t* names, int64_t* ids, float* values) {
     const std::lock_guard<std::mutex> alone(alone_);
-    pool_.run([&](int) {
-      pool_.phase(rows, [&](int r) {
+    pool_.run([&](int thread) {
+      pool_.phase(thread, rows, [&](int r) {
         best_of(logits + static_cast<int64_t>(r) * vocab, vocab, k, names, ids + static_cast<int64_t>(r) * k,
                 values + static_cast<int64_t>(r) * k);
       });
@@ -41,7 +41,7 @@ class Runner {
                 float* values) {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int thread) {
-      pool_.phase(rows, [&](int r) {
+      pool_.phase(thread, rows, [&](int r) {
         const float* scores = scorers_[thread](draws, r, logits + static_cast<int64_t>(r) * vocab, vocab);
         best_of(scores, vocab, k, names, ids + static_cast<int64_t>(r) * k, values + static_cast<int64_t>(r) * k);
       });
@@ -51,7 +51,7 @@ class Runner {
   void sample(const Draws& draws, const float* logits, int rows, int vocab, int64_t* ids) {
     const std::lock_guard<std::mutex> alone(alone_);
     pool_.run([&](int thread) {
-      pool_.phase(rows, [&](int r) {
+      pool_.phase(thread, rows, [&](int r) {
         const float* row = logits + static_cast<int64_t>(r) * vocab;
         const int64_t id = argmax(scorers_[thread](draws, r, row, vocab), vocab);
         ids[r] = std::isfinite(row[id]) ? id : -1;  // a row that is not finite is scored as it comes
@@ -62,8 +62,8 @@ class Runner {
   void gumbel(const int64_t* keys, int rows, int vocab, float* noise) {
     const std::lock_guard<std::mutex> alone(alone_);
     const int chunk = 4096, chunks = (vocab + chunk - 1) / chunk;
-    pool_.run([&](int) {
-      pool_.phase(rows * chunks, [&](int task) {
+    pool_.run([&](int thread) {
+      pool_.phase(thread, rows * chunks, [&](int task) {
         const int r = task / chunks, first = task % chunks * chunk;
         gumbel_row(keys[2 * r], keys[2 * r + 1], first, std::min(chunk, vocab - first),
                    noise + static_cast<int64_t>(r) * vocab + first);
@@ -74,8 +74,8 @@ class Runner {
   void gumbel_at(const int64_t* keys, const int64_t* tokens, int64_t stride, int rows, int k, float* noise) {
     const std::lock_guard<std::mutex> alone(alone_);
     const int chunk = 1024, chunks = (k + chunk - 1) / chunk;
-    pool_.run([&](int) {
-      pool_.phase(rows * chunks, [&](int task) {
+    pool_.run([&](int thread) {
+      pool_.phase(thread, rows * chunks, [&](int task) {
         const int r = task / chunks, first = task % chunks * chunk;
         minispec::gumbel_at(keys[2 * r], keys[2 * r + 1], tokens + r * stride + first, std::min(chunk, k - first),
                             noise + static_cast<int64_t>(r) * k + first);
@@ -86,32 +86,35 @@ class Runner {
   void linear(const Linear& l, const bf16* x, int64_t stride, int rows, void* y, int64_t y_stride, bool wide) {
     const std::lock_guard<std::mutex> alone(alone_);
     given_.fit(rows, l.in);
-    decoder_.fit_inputs(rows, l.in);
-    for (int r = 0; r < rows; ++r)
-      for (int i = 0; i < l.in; i += 16) {
-        const __mmask16 m = lanes(l.in - i);
-        _mm512_mask_storeu_ps(given_.row(r) + i, m, load_bf16(x + r * stride + i, m));
-      }
+    input_.fit(rows, l.in, l.bits);
     pool_.run([&](int thread) {
+      pool_.phase(thread, rows, [&](int r) {
+        for (int i = 0; i < l.in; i += 16) {
+          const __mmask16 m = lanes(l.in - i);
+          _mm512_mask_storeu_ps(given_.row(r) + i, m, load_bf16(x + r * stride + i, m));
+        }
+        input_.round_row(r, given_.row(r));
+      });
+      const uint8_t* then = first_block<ToRows<bf16>>(pool_, thread, l);
       if (wide)
-        decoder_.product<To::kFloat>(thread, l, given_, rows, y, y_stride);
+        gemm(pool_, thread, l, input_, ToRows<float>{l, static_cast<float*>(y), static_cast<size_t>(y_stride)}, then);
       else
-        decoder_.product<To::kBf16>(thread, l, given_, rows, y, y_stride);
+        gemm(pool_, thread, l, input_, ToRows<bf16>{l, static_cast<bf16*>(y), static_cast<size_t>(y_stride)}, then);
     });
   }
 
   // `plain` is [out, in] bfloat16, or int8 with its `scales` [out, groups].
   void pack(const Linear& l, const void* plain, const bf16* scales, void* packed) {
     const std::lock_guard<std::mutex> alone(alone_);
-    pool_.run([&](int) {
-      pool_.phase(blocks_of(l), [&](int block) { pack_block(l, plain, scales, packed, block); });
+    pool_.run([&](int thread) {
+      pool_.phase(thread, blocks_of(l), [&](int block) { pack_block(l, plain, scales, packed, block); });
     });
   }
 
   void unpack(const Linear& l, void* plain, bf16* scales) {
     const std::lock_guard<std::mutex> alone(alone_);
-    pool_.run([&](int) {
-      pool_.phase(blocks_of(l), [&](int block) { unpack_block(l, plain, scales, block); });
+    pool_.run([&](int thread) {
+      pool_.phase(thread, blocks_of(l), [&](int block) { unpack_block(l, plain, scales, block); });
     });
   }
 
@@ -119,25 +122,25 @@ class Runner {
   void run(const Model& m, const Step& s, int thread) {
     const Batch& b = s.batch;
     Decoder& d = decoder_;
-    pool_.phase(b.rows, [&](int r) {
+    pool_.phase(thread, b.rows, [&](int r) {
       std::memcpy(d.stream.row(r), m.embedding + b.tokens[r] * m.hidden, sizeof(bf16) * m.hidden);
       d.rotation(m, r, b.positions[r]);
     });
     for (int i = 0; i <= s.depth; ++i) {
       // the stream after i layers: add what the last one made, show it, norm it for the next
-      pool_.phase(b.rows, [&](int r) {
+      pool_.phase(thread, b.rows, [&](int r) {
         if (i) add_to(d.stream.row(r), d.added.row(r), m.hidden);
         for (int t = 0; t < s.taps; ++t)
           if (s.tap_layers[t] == i)
             std::memcpy(s.tapped + (static_cast<int64_t>(t) * b.rows + r) * m.hidden, d.stream.row(r),
                         sizeof(bf16) * m.hidden);
-        if (i < s.depth) rms_norm(d.stream.row(r), m.layer[i].input_norm, m.hidden, m.eps, d.normed.row(r));
+        if (i < s.depth) d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.input);
       });
-      if (i < s.depth) d.layer(m, s, i, d.normed, thread);
+      if (i < s.depth) d.layer(m, s, i, d.input, thread, d.begin_of(m, s, i + 1, thread));
     }
     if (b.samples == 0) return;
-    pool_.phase(b.samples, [&](int i) {
-      rms_norm(d.stream.row(b.sample_rows[i]), m.norm, m.hidden, m.eps, d.normed.row(i));
+    pool_.phase(thread, b.samples, [&](int i) {
+      d.norm(m, d.stream.row(b.sample_rows[i]), m.norm, i, d.last);
     });
     d.logits(m, s, thread);
   }
@@ -147,6 +150,7 @@ class Runner {
   Pool& pool_;
   EagleRows eagle_;
   Rows<float> given_;
+  Inputs input_;
   std::vector<Scorer> scorers_;
 };
 

@@ -1,7 +1,7 @@
 // Weights and inputs as whole numbers, of 16 or of 8 bits: products then run on the processor's integer units, which
 // multiply and add twice (four times) as much in a cycle as its float32 units, and their sums over a group are exact.
 //
-// Layout: blocks of 32 outputs, one sequential read. In a block, for every four bytes of inputs (2 or 4 of them), the 32
+// Layout of weights: blocks of 32 outputs, one sequential read. In a block, for every four bytes of inputs (2 or 4 of them), the 32
 // outputs' weights side by side; 32 inputs are a group, and a stripe is 32 outputs and a group:
 //
 //     16 bits: packed[block]{ float scale[32]; stripe[group]{ int16 weight[16][32][2]; } }
@@ -48,27 +48,24 @@ inline uint32_t top_of(__m512 a, __m512 b) {
 // a bfloat16 of at least 1/8 of the group's greatest is kept exactly. So the sums of a group fit into 32 bits,
 // 32 * 32767 * 2048 < 2^31, and what is lost is less than what rounding to bfloat16 loses anyway.
 struct Fixed16 {
-  struct Group {
-    int16_t value[kGroup];
+  struct Factor {
     float scale;
   };
-  static constexpr int kWords = kGroup * 2 / 4;  // of four bytes
+  static constexpr int kWords = kGroup * 2 / 4;  // of four bytes, in a group's inputs
   static constexpr int kStripe = kBlock * kGroup * 2, kHead = 4 * kBlock;
 
-  static void round_row(const float* x, int groups, Group* to) {
-    for (int g = 0; g < groups; ++g, x += kGroup, ++to) {
-      const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-      const uint32_t top = top_of(a, b);
-      const int exponent = std::max(static_cast<int>(top >> 23) - 127 - 10, -126);  // of the unit
-      const __m512 up = _mm512_set1_ps(power_of_two(-exponent));
-      const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, up)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, up));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to->value), _mm512_cvtsepi32_epi16(qa));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to->value + 16), _mm512_cvtsepi32_epi16(qb));
-      to->scale = top < 0x7f800000 ? power_of_two(exponent) : NAN;  // what is not finite makes the scale so
-    }
+  static Factor round(const float* x, void* to) {
+    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+    const uint32_t top = top_of(a, b);
+    const int exponent = std::max(static_cast<int>(top >> 23) - 127 - 10, -126);  // of the unit
+    const __m512 up = _mm512_set1_ps(power_of_two(-exponent));
+    const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, up)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, up));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtsepi32_epi16(qa)), _mm512_cvtsepi32_epi16(qb), 1);
+    _mm512_store_si512(to, both);
+    return {top < 0x7f800000 ? power_of_two(exponent) : NAN};  // what is not finite makes the scale so
   }
 
-  static __m512i start(const Group&) { return _mm512_setzero_si512(); }
+  static __m512i start(const Factor&) { return _mm512_setzero_si512(); }
   static __m512i dot(__m512i sum, __m512i weights, __m512i inputs) { return _mm512_dpwssd_epi32(sum, weights, inputs); }
   static const uint8_t* weights(const uint8_t* stripe) { return stripe; }
   // Of sixteen outputs in a group, and behind all groups.
@@ -112,8 +109,7 @@ struct Fixed16 {
 // and for every row and group, made here. The instruction multiplies unsigned bytes by signed ones, so a weight is kept
 // as value + 128, and the sum starts at -128 times the sum of the inputs.
 struct Blocks8 {
-  struct Group {
-    int8_t value[kGroup];
+  struct Factor {
     float scale;
     int32_t start;
   };
@@ -121,23 +117,20 @@ struct Blocks8 {
   static constexpr int kStripe = kBlock * kGroup + 2 * kBlock, kHead = 0;
 
   // Scale = greatest magnitude / 127. What is not finite makes the scale so.
-  static void round_row(const float* x, int groups, Group* to) {
-    for (int g = 0; g < groups; ++g, x += kGroup, ++to) {
-      const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-      const uint32_t bits = top_of(a, b);
-      float top;
-      std::memcpy(&top, &bits, sizeof top);
-      const __m512 factor = _mm512_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
-      const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->value), _mm512_cvtsepi32_epi8(qa));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to->value + 16), _mm512_cvtsepi32_epi8(qb));
-      to->scale = top / 127.0f;
-      // unsigned: with what is not finite it may overflow
-      to->start = static_cast<int32_t>(-128u * static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb))));
-    }
+  static Factor round(const float* x, void* to) {
+    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+    const uint32_t bits = top_of(a, b);
+    float top;
+    std::memcpy(&top, &bits, sizeof top);
+    const __m512 factor = _mm512_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
+    const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
+    _mm256_store_si256(static_cast<__m256i*>(to), _mm256_set_m128i(_mm512_cvtsepi32_epi8(qb), _mm512_cvtsepi32_epi8(qa)));
+    // unsigned: with what is not finite it may overflow
+    return {top / 127.0f,
+            static_cast<int32_t>(-128u * static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb))))};
   }
 
-  static __m512i start(const Group& group) { return _mm512_set1_epi32(group.start); }
+  static __m512i start(const Factor& factor) { return _mm512_set1_epi32(factor.start); }
   static __m512i dot(__m512i sum, __m512i weights, __m512i inputs) { return _mm512_dpbusd_epi32(sum, weights, inputs); }
   static const uint8_t* weights(const uint8_t* stripe) { return stripe + 2 * kBlock; }
   static __m512 scale(const uint8_t* stripe, int lane) { return load_bf16(reinterpret_cast<const bf16*>(stripe) + lane); }
@@ -174,5 +167,11 @@ struct Blocks8 {
       }
   }
 };
+
+// f(kind of weights).
+template <class F>
+inline auto with_kind(int bits, F&& f) {
+  return bits == 8 ? f(Blocks8()) : f(Fixed16());
+}
 
 }  // namespace minispec
