@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -361,10 +362,10 @@ class Engine:
 
     def _sample(
         self, logits: Tensor, first: Sequence[Request], decoding: Sequence[tuple[Request, DraftTree]]
-    ) -> Tensor:
+    ) -> Tensor | array[int]:
         """The target's tokens, [samples] int64, with NO_TOKEN after rows without finite logits."""
-        if self._noise.native is not None:  # whose NO_TOKEN is the same
-            return self._sampler(logits, first, decoding)
+        if (native := self._noise.native) is not None:
+            return self._sampler.natively(native, logits, first, decoding)
         everyone = [*first, *(request for request, _ in decoding)]
         if logits.device.type == "cpu" and all(request.params.greedy for request in everyone):
             samples = self._sampler(logits, first, decoding)

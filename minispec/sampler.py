@@ -6,7 +6,9 @@ has all its rows among them, one that ends its prompt the last, another none.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from minispec.request import LOGPROB_FLOOR, MAX_LOGPROBS, Request, TokenLogprobs
 from minispec.sampling import Noise, SamplingBatch
 from minispec.tree import DraftTree
 from minispec.verify import Acceptance
+
+if TYPE_CHECKING:
+    from minispec.native.sampling import NativeSampling
 
 _WIDTHS = 1, 5, MAX_LOGPROBS
 """Alternatives are looked up so many at a time: on a GPU there is a kernel for each number."""
@@ -45,13 +50,28 @@ class Sampler:
         Returns:
             [samples] int64.
         """
-        # to a first token the last of the prompt is what the root is to a tree
-        nodes = [(request, DraftTree.root(request.tokens[-1])) for request in first] + list(trees)
-        rows = [(request, len(request.tokens) + depth) for request, tree in nodes for depth in tree.depth]
-        if not rows:
+        nodes = _nodes(first, trees)
+        if not nodes:
             return logits.new_empty(0, dtype=torch.int64)
         edits = self._editor.build(nodes, logits.device)
-        return kernels.sample(logits, SamplingBatch.build(rows, logits.device), self._noise, edits)
+        return kernels.sample(logits, SamplingBatch.build(_rows(nodes), logits.device), self._noise, edits)
+
+    def natively(
+        self,
+        native: NativeSampling,
+        logits: Tensor,
+        first: Sequence[Request],
+        trees: Sequence[tuple[Request, DraftTree]],
+    ) -> Tensor | array[int]:
+        """The same by the compiled library, mostly without torch, whose first call behind a forward takes 50 µs; but
+        NO_TOKEN where a row is not finite."""
+        nodes = _nodes(first, trees)
+        if not nodes:
+            return array("q")
+        if (edits := self._editor.build(nodes, self._noise.device)) is not None:
+            return kernels.sample(logits, SamplingBatch.build(_rows(nodes)), self._noise, edits)
+        greedy = all(request.params.greedy for request, _ in nodes)
+        return native.draw(logits, None if greedy else SamplingBatch.build(_rows(nodes)), self._noise)
 
     def score_prompts(self, logits: Tensor, chunks: Sequence[tuple[Request, int, int]]) -> Tensor:
         """Fill ``Request.prompt_logprobs`` from the chunks' rows, and leave the rows that draw.
@@ -126,6 +146,16 @@ class Sampler:
         own = logits[begin - start : begin - start + len(tokens)]
         if tokens:
             scores += _score(own, tokens, [request.params.prompt_logprobs or 0] * len(tokens))
+
+
+def _nodes(first: Sequence[Request], trees: Sequence[tuple[Request, DraftTree]]) -> Sequence[tuple[Request, DraftTree]]:
+    # to a first token the last of the prompt is what the root is to a tree
+    return [*[(request, DraftTree.root(request.tokens[-1])) for request in first], *trees] if first else trees
+
+
+def _rows(nodes: Sequence[tuple[Request, DraftTree]]) -> list[tuple[Request, int]]:
+    """Request and position of what each node draws."""
+    return [(request, len(request.tokens) + depth) for request, tree in nodes for depth in tree.depth]
 
 
 def _score(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

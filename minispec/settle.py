@@ -7,6 +7,7 @@ tokens. On a CPU the same is done in Python.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -26,22 +27,22 @@ _MIN_DEPTH = 8
 
 
 def settle(
-    kv: KVCache, samples: Tensor, trees: Sequence[DraftTree], places: Sequence[Place]
+    kv: KVCache, samples: Tensor | array[int], trees: Sequence[DraftTree], places: Sequence[Place]
 ) -> tuple[list[int], list[Acceptance]]:
     """Verify every tree and commit its accepted nodes.
 
     Args:
         kv: the target's cache.
         samples: [others + nodes] int64, the target's tokens: of rows that belong to no tree, then after every node of
-            all trees.
+            all trees. On a GPU a tensor.
         trees, places: one each.
 
     Returns:
         The tokens of the rows that belong to no tree, and what each tree's verification emits.
     """
-    if not samples.shape[0]:
+    if not len(samples):
         return [], []
-    if kv.k.is_cuda:
+    if isinstance(samples, Tensor) and samples.is_cuda:
         return settle_on_device(kv, samples, trees, places)
     drawn: list[int] = samples.tolist()
     others, accepted = _split(drawn, trees)

@@ -4,6 +4,7 @@ in torch, up to the rounding of sums, several times as fast."""
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from minispec.native.library import DrawsStruct, Team
 from minispec.sampling import Noise, SamplingBatch
+from minispec.upload import tensor_of
 
 
 class NativeSampling:
@@ -49,12 +51,20 @@ class NativeSampling:
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, noise: Noise) -> Tensor:
         """``kernels.sample`` without edits; arguments and result as there, but -1 for a row that is not finite."""
-        logits = logits.float().contiguous()
+        return tensor_of(self.draw(logits.float().contiguous(), sampling, noise))
+
+    def draw(self, logits: Tensor, sampling: SamplingBatch | None, noise: Noise) -> array[int]:
+        """The same without another call into torch.
+
+        Args:
+            logits: [samples, vocab] float32, contiguous.
+            sampling: how each row is drawn; None takes the likeliest.
+        """
         rows, vocab = logits.shape
-        tokens = torch.empty(rows, dtype=torch.int64)
-        draws = _Draws(sampling, noise)
+        tokens = array("q", bytes(8 * rows))
+        draws = _Greedy(rows) if sampling is None else _Draws(sampling, noise)
         self._team.library.sample(
-            self._team.handle, byref(draws.struct), logits.data_ptr(), rows, vocab, tokens.data_ptr()
+            self._team.handle, byref(draws.struct), logits.data_ptr(), rows, vocab, tokens.buffer_info()[0]
         )
         return tokens
 
@@ -70,6 +80,14 @@ class NativeSampling:
             values.data_ptr(),
         )  # fmt: skip
         return tokens, values
+
+
+class _Greedy:
+    """The likeliest token of some rows: nothing else is read of them."""
+
+    def __init__(self, rows: int) -> None:
+        self._held = array("f", bytes(4 * rows))
+        self.struct = DrawsStruct(self._held.buffer_info()[0])
 
 
 class _Draws:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from minispec.containment import NO_TOKEN
 from minispec.native.library import Team
 from minispec.native.sampling import NativeSampling
 from minispec.request import Request, SamplingParams
+from minispec.sampler import Sampler
 from minispec.sampling import Noise, NoiseOf, SamplingBatch, gumbel, gumbel_at
+from minispec.tree import DraftTree
 from native_library import needs_machine
 
 pytestmark = needs_machine
@@ -185,3 +188,25 @@ def test_rows_that_are_not_finite(limits: dict[str, float], native: NativeSampli
     rest = torch.arange(4, 6)
     assert (drawn[:4] == NO_TOKEN).all()
     assert torch.equal(drawn[4:], native.sample(logits[4:], sampling.select(rest), Noise(200)))
+
+
+def test_the_likeliest_want_no_settings(native: NativeSampling) -> None:
+    logits = torch.randn((5, 200), generator=torch.Generator().manual_seed(3))
+    logits[1, 7] = float("nan")
+    drawn = native.draw(logits, None, Noise(200)).tolist()
+    assert drawn == native.sample(logits, batch([{"temperature": 0.0}] * 5), Noise(200)).tolist()
+    assert drawn[1] == NO_TOKEN and drawn[2:] == logits[2:].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[{"temperature": 0.0}] * 2, [{"temperature": 0.8}, {"temperature": 0.0}], [{"logit_bias": {3: 9.0}}, {}]],
+)
+def test_a_step_is_drawn_as_without_the_library(settings: list[dict[str, Any]], native: NativeSampling) -> None:
+    requests = [Request("r", (5, 6), SamplingParams(seed=n, **own)) for n, own in enumerate(settings)]
+    trees = [(requests[1], DraftTree((6, 8, 9, 7), (-1, 0, 0, 1), (0.0, -1.0, -2.0, -2.0)))]
+    logits = torch.randn((5, 200), generator=torch.Generator().manual_seed(4))
+    expected = Sampler(Noise(200))(logits, requests[:1], trees)
+    drawn = Sampler(with_native(Noise(200), native)).natively(native, logits, requests[:1], trees)
+    assert drawn.tolist() == expected.tolist()
+    assert not len(Sampler(Noise(200)).natively(native, logits[:0], [], []))
