@@ -477,6 +477,12 @@ def compile_command(target: str | None, threads: int | None, as_json: bool) -> i
     help='Prompts for the target to answer, one {"prompt": "…"} a line; a third of the conversations until they are '
     "used up.  [default: the target writes them all itself]",
 )
+@click.option(
+    "--from",
+    "start",
+    metavar="HEAD",
+    help="EAGLE-3 head to begin with, a folder or a name: this model's, or its base model's.  [default: none]",
+)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out that was interrupted.  [default: off]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of everything drawn.  [default: 0]")
 @click.option(

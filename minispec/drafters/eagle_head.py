@@ -237,7 +237,7 @@ class EagleHead(EagleForward):
         shape = config.layer
         self.device, self.dtype = target.device, target.dtype
         self.rope = Rope(shape.rope, shape.head_dim, target.device)
-        _check(config, files, target.config)
+        check_weights(config, files, target.config)
         take = files.take
         own = take(EMBEDDING) if EMBEDDING in files else None
         if own is None:
@@ -245,7 +245,7 @@ class EagleHead(EagleForward):
         weights = HeadWeights(
             fc=Linear(take("fc.weight"), take("fc.bias") if "fc.bias" in files else None),
             fc_norm=take("input_norm.weight") if "input_norm.weight" in files else None,
-            layers=[_layer(config, files, i) for i in range(shape.num_layers)],
+            layers=[read_layer(config, files, i) for i in range(shape.num_layers)],
             norm=take("norm.weight") if config.last_norm else None,
             embedding=target.embedding if own is None or torch.equal(own, target.embedding) else own,
         )
@@ -297,8 +297,12 @@ def _taps(data: Mapping[str, Any], eagle: Mapping[str, Any], layers: int) -> tup
     return tuple(sorted(taps))
 
 
-def _check(config: EagleConfig, files: HeadFiles, target: ModelConfig) -> None:
-    """Names and shapes of all weights that the head cannot borrow."""
+def check_weights(config: EagleConfig, files: HeadFiles, target: ModelConfig) -> None:
+    """Names and shapes of all weights that the head cannot borrow.
+
+    Raises:
+        ModelError: tensors are missing or misshapen; they are listed.
+    """
     shape, hidden = config.layer, config.layer.hidden_size
     q, kv, inner = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate_size
     fused = 2 * hidden if config.version == 1 else len(config.taps) * target.hidden_size
@@ -334,7 +338,8 @@ def _check(config: EagleConfig, files: HeadFiles, target: ModelConfig) -> None:
         )
 
 
-def _layer(config: EagleConfig, files: HeadFiles, index: int) -> HeadLayer:
+def read_layer(config: EagleConfig, files: HeadFiles, index: int) -> HeadLayer:
+    """The weights of a decoder layer, once ``check_weights`` has passed them."""
     prefix = f"layers.{index}."
 
     def vector(name: str) -> Tensor | None:
@@ -376,7 +381,8 @@ def load_eagle_head(folder: Path, data: Mapping[str, Any], version: int, target:
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
     with torch.no_grad():
-        return EagleHead(config, HeadFiles.open(folder, target, canonical), target)
+        files = HeadFiles.open(folder, canonical, device=target.device, dtype=target.dtype)
+        return EagleHead(config, files, target)
 
 
 def canonical(name: str) -> str:

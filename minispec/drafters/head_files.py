@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -36,19 +37,28 @@ class HeadFiles:
         shapes: by name.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, target: Llama, rename: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        rename: Callable[[str], str],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.folder = folder
         self._checkpoint = checkpoint
         self._names = {rename(name): name for name in checkpoint.entries}
-        self._device, self._dtype = target.device, target.dtype
+        self._device, self._dtype = device, dtype
         self.shapes = {name: checkpoint.entries[full].shape for name, full in self._names.items()}
 
     @staticmethod
-    def open(folder: Path, target: Llama, rename: Callable[[str], str]) -> HeadFiles:
-        """Read the headers; tensors will come on the target's device and in its dtype.
+    def open(folder: Path, rename: Callable[[str], str], *, device: torch.device, dtype: torch.dtype) -> HeadFiles:
+        """Read the headers.
 
         Args:
             rename: from a published name to the one used here.
+            device, dtype: what tensors will come on and in, mostly the target's.
 
         Raises:
             ModelError: no safetensors (pickles are never opened: that can run code), or broken ones.
@@ -61,14 +71,24 @@ class HeadFiles:
                     "code. Use a folder with safetensors, or convert it where you trust it: "
                     f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), 'model.safetensors')"
                 )
-        return HeadFiles(folder, Checkpoint.open(folder), target, rename)
+        return HeadFiles(folder, Checkpoint.open(folder), rename, device=device, dtype=dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def take(self, *names: str) -> Tensor:
-        """The named weights, joined along their first dimension, in the target's dtype."""
+        """The named weights, joined along their first dimension, in the dtype that was asked for."""
         return self._checkpoint.take(*(self._names[name] for name in names), device=self._device, dtype=self._dtype)
+
+    @property
+    def sha256(self) -> str:
+        """Of the files that hold the tensors, behind one another; mostly that is one."""
+        digest = hashlib.sha256()
+        for file in sorted({entry.file for entry in self._checkpoint.entries.values()}):
+            with open(file, "rb") as opened:
+                while block := opened.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
 
     def integers(self, name: str) -> Tensor:
         """A tensor of whole numbers, int64 on the CPU.

@@ -28,7 +28,7 @@ def head_kind(folder: Path) -> str | None:
     Raises:
         ModelError: a head of a kind that is not supported.
     """
-    data = _config(folder)
+    data = head_config(folder)
     if data is None:
         return None
     kind = data.get("speculators_model_type")
@@ -72,7 +72,7 @@ def load_head(
     kind = head_kind(folder)
     if kind is None:
         return None
-    data = _config(folder)
+    data = head_config(folder)
     assert data is not None
     if kind == MEDUSA:
         return MedusaDrafter(name, MedusaHeads.load(folder, data, target), noise)
@@ -80,7 +80,8 @@ def load_head(
     return EagleDrafter(name, head, noise, pages=pages, page_size=page_size, prefix_cache=prefix_cache)
 
 
-def _config(folder: Path) -> Mapping[str, Any] | None:
+def head_config(folder: Path) -> Mapping[str, Any] | None:
+    """A folder's config.json, or None where it cannot be read."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -102,9 +102,10 @@ class MedusaHeads:
                 raise ModelError(f"{folder}: the {key} in config.json must be a whole number, not {value!r}")
         assert isinstance(heads, int)
         with torch.no_grad():
-            return MedusaHeads(
-                HeadFiles.open(folder, target, lambda name: canonical(name, blocks)), target, heads, blocks
+            files = HeadFiles.open(
+                folder, lambda name: canonical(name, blocks), device=target.device, dtype=target.dtype
             )
+            return MedusaHeads(files, target, heads, blocks)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits of the first ``depth`` heads.

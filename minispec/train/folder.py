@@ -26,6 +26,7 @@ class Recipe:
         prompts: SHA-256 of the prompts file, or None.
         dtype: of the target.
         compiled: whether its steps were to run compiled.
+        start: SHA-256 of the weights of the head that training begins with, or None.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Recipe:
     prompts: str | None
     dtype: str
     compiled: bool
+    start: str | None = None  # runs begun before there was such a thing do not say
 
     @property
     def tag(self) -> str:
@@ -89,8 +91,9 @@ class RunFolder:
             raise ConfigError(f"--out {out} cannot be written; check its permissions")
         if differing := [key for key, value in asdict(known).items() if value != getattr(recipe, key)]:
             key = differing[0]
+            name = "--from" if key == "start" else key
             raise ConfigError(
-                f"--resume: the run in {out} has another {key} ({getattr(known, key)!r}, now "
+                f"--resume: the run in {out} has another {name} ({getattr(known, key)!r}, now "
                 f"{getattr(recipe, key)!r}); give the options it was begun with, or another --out"
             )
         return RunFolder(out, recipe, notes)

@@ -1,7 +1,7 @@
 """A head in training: its parameters, where they begin, its unrolled forward, and the checkpoint it becomes.
 
 The head is one Llama layer over [norm E(t), norm h] (EAGLE-3: Li et al. 2025, arXiv 2503.01840; see eagle_head). What
-is particular here is where training starts, since most heads are trained on little:
+is particular here is where training starts if not with another head, since most heads are trained on little:
 
 - ``fc`` is the least-squares map from a token's tapped hidden states to the last one of the token behind it, which is
   what g must be; the layer adds nothing at first.
@@ -28,6 +28,7 @@ from minispec.model.config import ModelConfig
 from minispec.model.linear import Linear
 from minispec.model.llama import Llama
 from minispec.model.rope import Rope, RopeConfig
+from minispec.train.origin import Origin
 from minispec.train.shards import Sample
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -135,7 +136,7 @@ class TrainableHead:
             return torch.randn(rows, columns, generator=generator) * std
 
         wide = len(taps) * hidden
-        scale = feature_scale(torch.cat([s.features[:, :wide] for s in samples[:_SCALED]]).float())
+        scale = text_scale(samples, wide)
         pairs = (
             (s.features[:-1, :wide].float() / scale, unit_rms(s.features[1:, wide:]), s.wanted[1:])
             for s in samples[:_FITTED]
@@ -158,6 +159,23 @@ class TrainableHead:
         config = EagleConfig(version=3, layer=shape, taps=taps)
         device = target.device
         return TrainableHead(config, {k: p.to(device) for k, p in parameters.items()}, scale.to(device), ids, target)
+
+    @staticmethod
+    def go_on(origin: Origin, target: Llama, ids: Tensor, samples: Sequence[Sample]) -> TrainableHead:
+        """A head that was trained before, as good as it was; its output layer and embedding become the target's.
+
+        Args:
+            origin: the head.
+            ids: [logits] int64, see the class.
+            samples: text, with the features that the head taps.
+        """
+        wide = len(origin.config.taps) * target.config.hidden_size
+        scale = text_scale(samples, wide)
+        parameters = {**origin.parameters, "fc": origin.parameters["fc"] * scale}
+        device = target.device
+        return TrainableHead(
+            origin.config, {k: p.to(device) for k, p in parameters.items()}, scale.to(device), ids, target
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         """[rows, taps * hidden], as tapped, to h: [rows, hidden]."""
@@ -222,6 +240,11 @@ class TrainableHead:
         config |= notes or {}
         write(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
         write(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+
+
+def text_scale(samples: Sequence[Sample], wide: int) -> Tensor:
+    """[wide]: ``feature_scale`` of the first ``wide`` columns of what is recorded of ``samples``."""
+    return feature_scale(torch.cat([s.features[:, :wide] for s in samples[:_SCALED]]).float())
 
 
 def feature_scale(features: Tensor) -> Tensor:

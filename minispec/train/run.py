@@ -28,6 +28,7 @@ from minispec.bench.run import read_prompts
 from minispec.drafters import shipped
 from minispec.errors import ConfigError, ModelError
 from minispec.load import model_name
+from minispec.model.config import ModelConfig
 from minispec.runner import resolve_device
 from minispec.tokenizer import Tokenizer
 from minispec.train import report as reporting
@@ -35,10 +36,11 @@ from minispec.train.data import Example, Labeller, choose_vocabulary
 from minispec.train.folder import Recipe, RunFolder
 from minispec.train.generate import Generator
 from minispec.train.head import TrainableHead, default_taps, write
+from minispec.train.origin import Origin
 from minispec.train.prompts import Opening, opening
 from minispec.train.shards import ANSWER, GIVEN, Sample
 from minispec.train.target import Numerics, Target, numerics
-from minispec.train.trainer import Quality, Settings, Trainer
+from minispec.train.trainer import AT_ONCE, Quality, Settings, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class TrainOptions:
         seed: of everything drawn.
         device: ``auto``, ``cuda`` or ``cpu``.
         vocabulary: tokens that the head has logits for.
+        start: a head to begin with, a folder or a name; None begins with nothing.
     """
 
     target: str
@@ -84,6 +87,7 @@ class TrainOptions:
     seed: int = 0
     device: str = "auto"
     vocabulary: int = VOCABULARY
+    start: str | None = None
 
 
 class _Interrupted(Exception):
@@ -111,6 +115,8 @@ def run_train_draft(options: TrainOptions) -> int:
         )
     device = resolve_device(options.device)
     how = numerics(folder, device)
+    shape = ModelConfig.from_folder(folder)
+    origin = Origin.load(options.start, shape, default_taps(shape.num_layers)) if options.start else None
     recipe = Recipe(
         target=shipped.fingerprint(folder),
         seed=options.seed,
@@ -120,7 +126,15 @@ def run_train_draft(options: TrainOptions) -> int:
         prompts=hashlib.sha256(options.prompts.read_bytes()).hexdigest() if options.prompts else None,
         dtype=str(how.dtype).removeprefix("torch."),
         compiled=how.compiled,
+        start=None if origin is None else origin.sha256,
     )
+    if origin is not None and (origin.target, origin.seed) == (recipe.target, recipe.seed) and not options.resume:
+        log.warning(
+            "%s was trained on the text that the target writes with --seed %d; another --seed gives it text that it "
+            "does not know",
+            options.start,
+            recipe.seed,
+        )
     run = RunFolder.open(options.out, recipe, resume=options.resume)
     console = Console(stderr=True)
     console.print(f"Loading {options.target} in {recipe.dtype} on {device.type}")
@@ -130,7 +144,7 @@ def run_train_draft(options: TrainOptions) -> int:
     torch.set_num_threads(run.notes["threads"])
     target = Target.load(folder, device, how, tokenizer.vocab_size)
     with _interruptible() as stopped:
-        job = _Job(run, target, how, tokenizer, model_name(options.target), prompts, console, stopped)
+        job = _Job(run, target, how, tokenizer, model_name(options.target), prompts, origin, console, stopped)
         try:
             job.generate()
             job.train()
@@ -152,6 +166,7 @@ class _Job:
         tokenizer: Tokenizer,
         name: str,
         prompts: Sequence[str],
+        origin: Origin | None,
         console: Console,
         stopped: Callable[[], bool],
     ) -> None:
@@ -162,6 +177,7 @@ class _Job:
         self._tokenizer = tokenizer
         self._name = name
         self._prompts = prompts
+        self._origin = origin
         self._console = console
         self._stopped = stopped
         self._taps = default_taps(self._model.config.num_layers)
@@ -247,7 +263,10 @@ class _Job:
         # of those held out, the answers at temperature 0
         self._held_out = [group[0] for group in groups[::_HELD_OUT]]
         ids = choose_vocabulary(learnt, self._model, recipe.vocabulary)
-        head = TrainableHead.start(self._model, ids, self._taps, learnt, recipe.seed)
+        if self._origin is None:
+            head = TrainableHead.start(self._model, ids, self._taps, learnt, recipe.seed)
+        else:
+            head = TrainableHead.go_on(self._origin, self._model, ids, learnt)
         labeller = Labeller(self._model, ids, head.scale)
         examples = [labeller(sample) for sample in learnt]
         checked = [labeller(sample) for sample in self._held_out[:_CHECKED]]
@@ -291,6 +310,8 @@ class _Job:
             # a GPU has the time for the whole softmax
             "negatives": 1024 if device == "cpu" else None,
         }
+        if self._origin is not None:
+            base["onset"] = AT_ONCE
         if "steps" not in run.notes:
             trial = Trainer(head, examples, Settings(steps=1, **base))
             begun = time.monotonic()
@@ -323,6 +344,7 @@ class _Job:
                     "tokens": run.notes["tokens"],
                     "step": self._trainer.step,
                     "steps": self._settings.steps,
+                    "from": run.recipe.start,
                 },
             },
         )
@@ -346,6 +368,7 @@ class _Job:
         data: dict[str, Any] = {
             "target": self._name,
             "seed": run.recipe.seed,
+            "from": run.recipe.start,
             "tokens": run.notes["tokens"],
             "conversations": run.notes["conversations"],
             "steps": trainer.step,
@@ -371,10 +394,10 @@ class _Job:
 def price(head: TrainableHead, examples: Sequence[Example], settings: Mapping[str, Any]) -> tuple[int, float]:
     """(steps of an epoch, seconds that one takes on average over a run), found by a few that are taken back."""
     before = {name: parameter.detach().clone() for name, parameter in head.parameters.items()}
-    onset = Settings(1).onset
+    onset = Settings(1, **settings).onset
     seconds, epoch = [], 0
     for onsets in (onset[:1], (0.0,) * len(onset)):
-        trial = Trainer(head, examples, Settings(steps=_TRIAL + 1, **settings, onset=onsets))
+        trial = Trainer(head, examples, Settings(steps=_TRIAL + 1, **{**settings, "onset": onsets}))
         trial.advance()
         begun, rows = time.monotonic(), 0
         while not trial.done:

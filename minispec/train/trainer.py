@@ -18,6 +18,8 @@ from minispec.train.unroll import Batch, Unroll
 
 DEPTH = 6
 """Steps that ``Trainer.evaluate`` looks at."""
+AT_ONCE = (0.0,) * 4
+"""``Settings.onset`` for a head that was trained before."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Settings:
             of the run.
         fuse: rate of ``fc``, as a share of the others'.
         rows: tokens of a batch, padding included.
-        onset: share of the run after which each step of training-time test takes part; as many steps as entries.
+        onset: share of the run after which each step of training-time test takes part; as many steps as entries. A head
+            that can draft already (``AT_ONCE``) has no use for an easy beginning.
         follow: share of the chains of a step that the next one follows.
         fade: weight of a step's loss to that of the step before.
         negatives: tokens drawn for the denominator of the softmax, beside those of the labels; None takes all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import shutil
@@ -22,6 +23,7 @@ from minispec.train.folder import Recipe, RunFolder
 from minispec.train.prompts import Opening, opening
 from minispec.train.run import TrainOptions, _prompt, conversations, run_train_draft
 from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Shard
+from minispec.train.trainer import Trainer
 from tiny_folders import tiny_folder
 
 TOKENS = 600
@@ -209,6 +211,50 @@ def test_conversations_are_held_out_whole(target, kept):
     assert all(len({tuple(_prompt(s)) for s in group}) == 1 for group in grouped)
     # an answer at temperature 0, and at most one at another
     assert {len(group) for group in grouped} == {1, 2}
+
+
+def test_training_goes_on_with_a_head(target, kept, tmp_path, monkeypatch):
+    """It begins as good as it was, with all of training-time test; here on the text that it knows."""
+    out, file = tmp_path / "out", tmp_path / "out" / "training" / "run.json"
+    shutil.copytree(kept / "training", out / "training")
+    before = torch.load(out / "training" / "checkpoint.pt", weights_only=True)["checks"]
+    (out / "training" / "checkpoint.pt").unlink()
+    data = json.loads(file.read_text())
+    own = data["recipe"]["start"] = hashlib.sha256((kept / "model.safetensors").read_bytes()).hexdigest()
+    data["notes"] = {k: v for k, v in data["notes"].items() if k not in ("steps", "epoch", "checks")}
+    file.write_text(json.dumps(data))
+    settings = []
+    monkeypatch.setattr(run, "Trainer", lambda *made: settings.append(made[2]) or Trainer(*made))
+    monkeypatch.setattr(run, "_EPOCHS", 1)
+    assert run_train_draft(options(target, out, resume=True, start=str(kept))) == 0
+    (_, _, chain, loss), *_ = torch.load(out / "training" / "checkpoint.pt", weights_only=True)["checks"]
+    assert (loss, chain) == pytest.approx((before[-1][3], before[-1][2]), rel=0.02)
+    assert before[0][3] - loss > 5 * abs(before[-1][3] - loss), "no better than a head that begins with nothing"
+    assert settings[-1].onset == (0.0, 0.0, 0.0, 0.0)
+    assert json.loads((out / "report.json").read_text())["from"] == own
+    assert json.loads((out / "config.json").read_text())["minispec_training"]["from"] == own
+    assert drafted(target, out) > 0
+
+
+def test_the_head_gone_on_with_is_part_of_the_run(target, kept, tmp_path, monkeypatch, caplog):
+    for part in ("generate", "train", "report"):
+        monkeypatch.setattr(run._Job, part, lambda self: None)
+    with pytest.raises(ModelError, match="--from nonsuch: There is no model"):
+        run_train_draft(options(target, tmp_path / "out", start="nonsuch"))
+    assert run_train_draft(options(target, tmp_path / "out", start=str(kept))) == 0
+    assert "was trained on the text that the target writes with --seed 0; another --seed" in caplog.text
+    assert run_train_draft(options(target, tmp_path / "out", start=str(kept), resume=True)) == 0
+    with pytest.raises(ConfigError, match=r"has another --from \('[0-9a-f]{64}', now None\)"):
+        run_train_draft(options(target, tmp_path / "out", resume=True))
+    with pytest.raises(ConfigError, match=r"has another --from \(None, now '"):
+        run_train_draft(options(target, kept, resume=True, start=str(kept)))
+    # a run from before there was such an option
+    shutil.copytree(kept, tmp_path / "old")
+    file = tmp_path / "old" / "training" / "run.json"
+    data = json.loads(file.read_text())
+    del data["recipe"]["start"]
+    file.write_text(json.dumps(data))
+    assert run_train_draft(options(target, tmp_path / "old", resume=True)) == 0
 
 
 def test_what_cannot_be_is_said(target, tmp_path):
