@@ -36,6 +36,7 @@ _LOOK = 4  # steps after which several slots are looked at again, where a drafte
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
 _RECKONING = 1e-4
 """Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
+_MISJUDGED = 4.0  # how much likelier than its drafter says a node may be
 _LEAST_HIT = 0.5  # of what is reached, what another layer is reckoned to gain at least
 _FIRST = 3  # proposals that are made before it is asked whether they pay
 _MUTE = 76  # proposals in a row that held nothing: of a drafter that has nothing to say
@@ -161,10 +162,14 @@ class _SlotRecord:
     asked: dict[str, int] = field(default_factory=dict)
 
     def gate(self, member: str, pause: int = _FIRST_PAUSE) -> _Gate:
-        return self.gates.setdefault(member, _Gate(pause=pause))
+        if (gate := self.gates.get(member)) is None:
+            gate = self.gates[member] = _Gate(pause=pause)
+        return gate
 
     def comparison(self, member: str) -> Ratio:
-        return self.compared.setdefault(member, Ratio(0.9, largest=math.inf))
+        if (compared := self.compared.get(member)) is None:
+            compared = self.compared[member] = Ratio(0.9, largest=math.inf)
+        return compared
 
 
 @dataclass
@@ -192,7 +197,10 @@ class _MemberRecord:
     longest_pause: int = _PAUSES[0]
 
     def outcome(self, slots: int) -> Outcome:
-        return self.outcomes.setdefault(DraftCost.size(slots), Outcome())
+        size = DraftCost.size(slots)
+        if (outcome := self.outcomes.get(size)) is None:
+            outcome = self.outcomes[size] = Outcome()
+        return outcome
 
 
 class AutoBudget:
@@ -225,11 +233,15 @@ class AutoBudget:
         self._crowd = len(slots)
         asked: set[int] = set()
         deepest = 0
+        # what a row costs in tokens, at least: other rows bring more than plain decoding does
+        line, rows = self._cost.line, prefill.rows + len(slots)
+        price = (len(slots) + prefill.tokens) * (line(rows + 1) / line(rows) - 1) if line(rows) > 0 else 0.0
         for member in drafter.members:
             able = [i for i, slot in enumerate(slots) if wanted[i] > 1 and slot.request.may_draft(member.name)]
             chosen, depth = self._choose(member.name, slots, able, prefill) if able else ([], 0)
             member.depth_limit = depth if chosen else 0
             member.least_gain, member.least_value = self._member(member.name).least
+            member.least_node = price / _MISJUDGED
             deepest = max(deepest, member.depth_limit)
             asked.update(chosen)
             records = [self._slot(slots[i]) for i in chosen]
@@ -485,7 +497,11 @@ class AutoBudget:
                 known.pause = gate.pause
 
     def _slot(self, slot: Slot) -> _SlotRecord:
-        return self._slots.setdefault(slot, _SlotRecord())
+        if (record := self._slots.get(slot)) is None:
+            record = self._slots[slot] = _SlotRecord()
+        return record
 
     def _member(self, name: str) -> _MemberRecord:
-        return self._members.setdefault(name, _MemberRecord())
+        if (record := self._members.get(name)) is None:
+            record = self._members[name] = _MemberRecord()
+        return record

@@ -99,6 +99,7 @@ class Outcome:
         self.beside = 0.0
         self._layers: list[tuple[float, float]] = []  # tokens, nodes
         self._layers.append(self._next(0))
+        self._totals: list[tuple[float, float]] = []
 
     def learn(self, layers: Sequence[tuple[float, float]], asked: int, others: float, beside: float) -> None:
         """Take in a proposal.
@@ -109,6 +110,7 @@ class Outcome:
             others, beside: see above.
         """
         self.count += 1
+        self._totals = []
         rate = max(self._RATE, 1 / (self.count + self._TRUST))
         self.rest(others, beside)
         while len(self._layers) < len(layers):
@@ -127,8 +129,10 @@ class Outcome:
 
     def totals(self) -> list[tuple[float, float]]:
         """Tokens and nodes of trees of 0, 1, 2, … layers: one more than ever was seen."""
+        if self._totals:
+            return self._totals
         tokens = nodes = 0.0
-        totals = [(0.0, 0.0)]
+        self._totals = totals = [(0.0, 0.0)]
         for more, wide in self._layers:
             tokens, nodes = tokens + more, nodes + wide
             totals.append((tokens, nodes))

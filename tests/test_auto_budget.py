@@ -126,6 +126,17 @@ def test_what_is_free_may_go_on_for_long_in_a_crowd():
     assert all(request.speculation.acceptance_length > 15 for request in requests)
 
 
+@pytest.mark.parametrize("slots", [1, 8])
+def test_what_could_never_pay_for_its_row_is_not_asked_for(slots):
+    """A node brings at most what it is worth, and its row costs what the other rows earn in its time."""
+    drafter = TimedDrafter(right(), clock := Clock())
+    engine, _, _ = decode(drafter, clock, COST, tokens=20, slots=slots, max_slots=8)
+    line = engine.step_cost
+    assert 0 < drafter.least_node < slots * line.per_row / line(slots)
+    decode(drafter := TimedDrafter(right(), clock := Clock()), clock, auto=False, tokens=20)
+    assert drafter.least_node == 0
+
+
 def test_a_fixed_budget_is_fixed():
     clock = Clock()
     _, [request], _ = decode(TimedDrafter(wrong_chain, clock), clock, auto=False, tokens=100)

@@ -64,6 +64,14 @@ class Drafter(Protocol):
     def least_value(self, probability: float) -> None: ...
 
     @property
+    def least_node(self) -> float:
+        """How likely a walk must come to a node for it to be worth proposing, except the likeliest: less is never
+        verified."""
+
+    @least_node.setter
+    def least_node(self, probability: float) -> None: ...
+
+    @property
     def seconds(self) -> float:
         """What its part of the last proposal took; a union measures its members, the engine everybody else."""
 
@@ -126,6 +134,7 @@ class BaseDrafter:
     depth_limit: int = MAX_NODES
     least_gain: float = 0.0
     least_value: float = 0.0
+    least_node: float = 0.0
     seconds: float = 0.0
     grown: int = 0
     runners: Sequence[ModelRunner | HeadRunner] = ()

@@ -43,7 +43,7 @@ class Growth:
         bits: node → the keys it sees, itself included.
         rows: node of the last frontier run → its row among that forward's samples.
         ranks: where trees have a given shape: per node, its rank among its siblings and the ranks on the way to it.
-        least: what a node must be worth to be among the best ``max_nodes`` so far.
+        least: what a node must be worth to be proposed at all, and to be among the best ``max_nodes`` so far.
     """
 
     slot: Slot
@@ -95,7 +95,7 @@ class Growth:
             children = [children[rank] for rank in kept]
         value, least, first = self.values[node], self.least, len(self.tokens)
         for token, own in children:
-            if (worth := value + own) < least:
+            if (worth := value + own) < least and len(self.tokens) > 1:
                 break
             self.tokens.append(token)
             self.values.append(worth)
@@ -259,8 +259,9 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
         self._pool.release(self._states.pop(slot).pages)
 
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:
+        least = math.log(self.least_node) if self.least_node and self._shape is None else Growth.least
         growths = {
-            slot: Growth(slot, count, [slot.request.tokens[-1]])
+            slot: Growth(slot, count, [slot.request.tokens[-1]], least=least)
             for slot, count in zip(slots, max_nodes, strict=True)
             if count > 1
         }
@@ -353,7 +354,7 @@ class GrowingDrafter(RankingDrafter, Generic[State]):
                 layer = [node for node in layer if growth.ranks[node] in self._shape.parents]
             elif len(growth.tokens) > growth.max_nodes:
                 # what is not among the best now never will be, nor will its children: they are not worth running
-                growth.least = sorted(growth.values)[-growth.max_nodes]
+                growth.least = max(growth.least, sorted(growth.values)[-growth.max_nodes])
                 layer = [node for node in layer if growth.values[node] >= growth.least]
             growth.frontier = sorted(layer, key=growth.values.__getitem__, reverse=True)[: self._width]
 

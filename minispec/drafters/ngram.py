@@ -143,7 +143,9 @@ class NgramDrafter(BaseDrafter):
                 push(node, token, longest, weight, total, group)
 
         push_children(0, occurrences)
-        while heap and len(tree_tokens) < max_nodes:
+        # of what remains nothing is worth more than the first
+        most = -math.log(self.least_node) if self.least_node else math.inf
+        while heap and len(tree_tokens) < max_nodes and (heap[0][0] <= most or len(tree_tokens) == 1):
             cost, _, parent, token, agreement, group = heapq.heappop(heap)
             node = text.nodes[parent, token] = len(tree_tokens)
             tree_tokens.append(token)

@@ -120,32 +120,46 @@ def test_a_target_of_one_layer_has_none_to_skip():
         check_layers(1, 1)
 
 
-@pytest.mark.parametrize(("gain", "value", "sizes"), [(0.3, 0.1, [5, 2]), (0.3, 0.0, [5, 5]), (3.0, 0.0, [2, 2])])
-def test_who_is_unsure_leaves_the_layers_to_the_others(gain: float, value: float, sizes: list[int]) -> None:
-    """One slot knows what comes, the other finds every token as likely."""
+class Halves:
+    """Slots whose first page is 0 know what comes, the others find every token as likely."""
 
-    class Halves:
-        vocab_size, kv = VOCAB, SimpleNamespace(page_size=16)
+    vocab_size, kv = VOCAB, SimpleNamespace(page_size=16)
 
-        def forward(self, spans, layers=None):
-            assert all(span.tokens for span in spans)
-            return torch.cat([logits.expand(len(span.tokens), -1) for span in spans for logits in [self.of(span)]])
+    def forward(self, spans, layers=None):
+        assert all(span.tokens for span in spans)
+        return torch.cat([logits.expand(len(span.tokens), -1) for span in spans for logits in [self.of(span)]])
 
-        def of(self, span):
-            logits = torch.zeros(1, VOCAB)
-            logits[0, 3] = 20.0 * (span.pages[0] == 0)
-            return logits
+    def of(self, span):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 3] = 20.0 * (span.pages[0] == 0)
+        return logits
+
+
+def sizes_of_trees(children: int, **limits: float) -> list[int]:
+    """Of a slot that knows what comes, and of one that does not."""
 
     def slot(page):
         request = SimpleNamespace(tokens=[1] * 5, params=GREEDY, remaining=100, seed=0)
         return SimpleNamespace(pages=[page, page + 1], num_cached=4, request=request)
 
-    drafter = LayerSkipDrafter(Halves(), 4, 2, Noise(VOCAB), depth=4, width=4, children=1)
-    drafter.least_gain, drafter.least_value = gain, value
+    drafter = LayerSkipDrafter(Halves(), 4, 2, Noise(VOCAB), depth=4, width=4, children=children)
+    for name, limit in limits.items():
+        setattr(drafter, name, limit)
     slots = [Hashed(slot(0)), Hashed(slot(10))]
     for one in slots:
         drafter.begin(one)
-    assert [len(tree) for tree in drafter.propose(slots, [12, 12])] == sizes
+    return [len(tree) for tree in drafter.propose(slots, [12, 12])]
+
+
+@pytest.mark.parametrize(("gain", "value", "sizes"), [(0.3, 0.1, [5, 2]), (0.3, 0.0, [5, 5]), (3.0, 0.0, [2, 2])])
+def test_who_is_unsure_leaves_the_layers_to_the_others(gain: float, value: float, sizes: list[int]) -> None:
+    assert sizes_of_trees(1, least_gain=gain, least_value=value) == sizes
+
+
+@pytest.mark.parametrize(("least", "sizes"), [(0.0, [12, 12]), (0.5 / VOCAB, [5, 4]), (0.1, [5, 2])])
+def test_what_is_not_worth_a_row_is_not_proposed_but_the_likeliest_is(least: float, sizes: list[int]) -> None:
+    """One token of the vocabulary of the slot that does not know has 1 / VOCAB."""
+    assert sizes_of_trees(3, least_node=least) == sizes
 
 
 class Hashed:

@@ -77,6 +77,17 @@ def test_a_repetition_is_followed_as_deep_as_there_is_text():
     assert max(tree.depth) == MAX_DEPTH and set(tree.tokens) == {7}
 
 
+def test_what_is_not_worth_a_row_is_not_proposed_but_the_likeliest_is():
+    drafter, slot = begun([5, 6, 2, 30, 7, 2, 40, 8, 2, 40, 5, 6, 2])
+    whole = propose(drafter, slot)
+    drafter.least_node = math.exp(whole.values[2]) * 1.01  # more than what comes second
+    assert propose(drafter, slot) == whole.keep([0, 1])
+    drafter.least_node = 1.0
+    assert propose(drafter, slot) == whole.keep([0, 1])
+    drafter.least_node = math.exp(whole.values[3]) * 0.99
+    assert len(propose(drafter, slot)) >= 4
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 17])
 def test_max_nodes_is_honoured(most):
     rng = random.Random(0)
