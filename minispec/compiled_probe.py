@@ -177,7 +177,7 @@ class ModelProbe:
             ],
             [self._tree(13, first, 280), Span.chunk([self._token(3)], second, 21, sample_last=True)],
         ]
-        return [self._run(forward, spans) for spans in batches]
+        return [self._run(forward, spans).clone() for spans in batches]
 
     def seconds(self, forward: Callable[[StepBatch, KVCache], Tensor], rounds: int = 3) -> dict[int, float]:
         """Behind 280 tokens."""
@@ -224,16 +224,16 @@ class HeadProbe:
     def logits(self, forward: HeadForward) -> list[Tensor]:
         """Logits behind two texts, the second with a gap before it, and of two layers of a tree behind each."""
         read, g = self._read(forward)
-        layers = [read]
+        layers = [read.clone()]
         for layer in range(2):
             logits, g = self._layer(forward, layer, 4, g)
-            layers.append(logits)
+            layers.append(logits.clone())
         return layers
 
     def seconds(self, forward: HeadForward, rounds: int = 5) -> dict[int, float]:
         """A layer of a tree behind 280 tokens."""
         best = dict.fromkeys(self._WIDTHS, float("inf"))
-        _, g = self._read(forward)
+        g = self._read(forward)[1].clone()
         for _ in range(rounds):
             for width in self._WIDTHS:
                 begin = time.perf_counter()

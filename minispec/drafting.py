@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from minispec.allot import Prefill
 from minispec.budget import Budget
 from minispec.drafters.base import Drafter
 from minispec.guide import Guided, forced_tokens, permitted
+from minispec.model.llama import Tapped
 from minispec.request import Request
 from minispec.scheduler import Slot, StepPlan
 from minispec.stats import EngineStats
@@ -117,11 +116,11 @@ class Drafting:
         self._guided = {slot: Guided.merge(tree, forced[slot]) for slot, tree in trees.items()}
         return [guided.tree for guided in self._guided.values()]
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         """Hand the drafter the slot's rows of the tapped hidden states."""
         if slot not in self._plain:
             try:
-                self.drafter.observe(slot, features)
+                self.drafter.observe(slot, tapped)
             except Exception as error:
                 self._stop(slot, error)
 

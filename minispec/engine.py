@@ -39,7 +39,7 @@ from minispec.drafters.base import Drafter
 from minispec.drafting import Drafting
 from minispec.errors import RequestError
 from minispec.kv_cache import KVCache, PagePool
-from minispec.model.llama import Taps
+from minispec.model.llama import Tapped, Taps
 from minispec.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from minispec.sampler import Sampler
 from minispec.sampling import Noise
@@ -344,10 +344,12 @@ class Engine:
         )
         self.stats.forward_rows += sum(part.rows for part in parts)
         if taps is not None:
-            rows = taps.features.split([part.rows for part in parts])
-            for part, own in zip(parts, rows, strict=True):
+            row = 0
+            for part in parts:
+                rows = range(row, row + part.rows)
+                row = rows.stop
                 if not part.slot.request.finished:
-                    self._drafting.observe(part.slot, own)
+                    self._drafting.observe(part.slot, Tapped(taps, rows))
         first = iter(first_tokens)
         results = [Done(part, Acceptance((0,), (next(first),)) if part.completes else None) for part in chunks]
         results += [Done(part, acceptance) for part, acceptance in zip(trees, accepted, strict=True)]

@@ -188,7 +188,7 @@ class CapturedRunner(ModelRunner):
             captured.replay()
             rows, wanted = batch.tokens.shape[0], batch.sample_rows.shape[0]
             if taps is not None:
-                taps.hidden += [hidden[:rows].clone() for hidden in captured.hidden]
+                taps.hidden.extend(hidden[:rows].clone() for hidden in captured.hidden)
             logits = self._logits[:rows]
             return logits if wanted == rows else logits[step.wanted[:wanted]]
 

@@ -235,8 +235,9 @@ class KVCache:
     """Keys and values of all layers.
 
     Attributes:
-        k, v: [layers, kv_heads, pages * page_size, head_dim]. KV heads come before positions so that consecutive pages
-            are one contiguous context per head.
+        k, v: [layers, kv_heads, pages * page_size, head_dim], which stay where they are. KV heads come before positions
+            so that consecutive pages are one contiguous context per head.
+        place: for compiled code: addresses of k and v, and their strides over layers and over heads, in entries.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class KVCache:
         # Left uninitialised: no position is read before it is written, and a CPU maps memory only when it is touched.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.place = self.k.data_ptr(), self.v.data_ptr(), self.k.stride(0), self.k.stride(1)
 
     @property
     def in_place(self) -> bool:

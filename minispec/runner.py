@@ -97,11 +97,11 @@ class ModelRunner:
             layers, taps: as in ``Llama.forward``.
 
         Returns:
-            [samples, vocab_size] float32 logits of the spans' sampled rows, in order.
+            [samples, vocab_size] float32 logits of the spans' sampled rows, in order. They are good until the next
+            forward, which may write in the same place.
         """
-        with torch.inference_mode():
-            batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
-            return self._forward(batch, self.kv, layers=layers, taps=taps)
+        batch = StepBatch.build(spans, self.kv.page_size, self.device, self.model.config.sliding_window)
+        return self._forward(batch, self.kv, layers=layers, taps=taps)
 
     def use(self, forward: Forward) -> None:
         """Compute steps with ``forward`` from the next one on. May be called from any thread."""

@@ -56,7 +56,8 @@ def compiled_forward(team: Team, llama: Llama) -> CompiledForward:
 def run(forward, runner: ModelRunner, spans: list[Span], **options) -> torch.Tensor:
     window = runner.model.config.sliding_window
     with torch.inference_mode():
-        return forward(StepBatch.build(spans, runner.kv.page_size, "cpu", window), runner.kv, **options)
+        batch = StepBatch.build(spans, runner.kv.page_size, "cpu", window)
+        return forward(batch, runner.kv, **options).clone()  # the next forward may write in the same place
 
 
 def apart(got: torch.Tensor, expected: torch.Tensor) -> float:

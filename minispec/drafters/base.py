@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from minispec.request import Request
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -14,6 +12,7 @@ from minispec.verify import Acceptance
 
 if TYPE_CHECKING:
     from minispec.drafters.eagle_runner import HeadRunner
+    from minispec.model.llama import Tapped
     from minispec.runner import ModelRunner
 
 
@@ -111,11 +110,10 @@ class Drafter(Protocol):
         """Names of the members that proposed each node of ``tree``, which is the slot's last proposal or what was left
         of it; the root's entry means nothing."""
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         """The tapped hidden states of the slot's rows in the step's forward, if ``taps`` asks for any.
 
-        Comes before ``accept``: for a chunk, [tokens, taps * hidden] from ``slot.num_cached`` on; for a tree, one row
-        per node.
+        Comes before ``accept``: for a chunk, a row per token from ``slot.num_cached`` on; for a tree, one per node.
         """
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
@@ -158,7 +156,7 @@ class BaseDrafter:
     def sources(self, slot: Slot, tree: DraftTree) -> Sequence[tuple[str, ...]]:
         return ((self.name,),) * len(tree)
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         pass
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:

@@ -8,7 +8,6 @@ the target's hidden states, with the next proposal.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,11 +19,11 @@ from minispec.drafters.eagle_head import EagleHead
 from minispec.drafters.eagle_runner import HeadRunner
 from minispec.drafters.grow import Best, CacheState, GrowingDrafter, Growth
 from minispec.kv_cache import PagePool
+from minispec.model.llama import Tapped, features_of
 from minispec.request import Request
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
-from minispec.upload import tensor_of
 from minispec.verify import Acceptance
 
 _AGAIN = 64
@@ -50,8 +49,8 @@ class _State(CacheState):
 
     gap: int = 0
     fused: list[Tensor] = field(default_factory=list)
-    raw: list[Tensor] = field(default_factory=list)
-    tree: Tensor | None = None
+    raw: list[Tapped] = field(default_factory=list)
+    tree: Tapped | None = None
 
 
 class EagleDrafter(GrowingDrafter[_State]):
@@ -114,28 +113,23 @@ class EagleDrafter(GrowingDrafter[_State]):
         self._share(state, slot.request.owner, slot.request.tokens[1:], slot.num_cached)
         state.gap = slot.num_cached - state.num_cached
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         state = self._states[slot]
         if slot.decoding:
-            state.tree = features
+            state.tree = tapped
         else:
-            with torch.inference_mode():
-                state.fused.append(self._head.fuse(features))
+            state.fused.append(self._fused([tapped]))
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Keep the target's hidden states along the path; the nodes' own rows in the cache are dead."""
         state = self._states[slot]
         assert state.tree is not None, "the step was not observed"
-        path, count = acceptance.path, len(acceptance.path)
         # a slot that is not drafted for goes on collecting
         if len(state.raw) >= _RAW_STEPS:
-            with torch.inference_mode():
-                state.fused.append(self._head.fuse(torch.cat(state.raw)))
-            state.raw.clear()
-        if path[-1] == count - 1:  # the first nodes, as nodes of a path rise
-            state.raw.append(state.tree[:count])
-        else:
-            state.raw.append(state.tree.index_select(0, tensor_of(array("q", path)).to(state.tree.device)))
+            state.fused.append(self._fused(state.raw))
+            state.raw = []
+        taps, rows = state.tree
+        state.raw.append(Tapped(taps, [rows[node] for node in acceptance.path]))
         state.tree = None
 
     def _new_state(self) -> _State:
@@ -145,31 +139,15 @@ class EagleDrafter(GrowingDrafter[_State]):
         state = self._states[slot]
         return slot.num_cached - state.gap - state.num_cached
 
-    @torch.inference_mode()
     def _read(self, reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
         states = [self._states[slot] for slot, _, _ in reads]
-        raw = [part for state in states for part in state.raw]
-        if raw:
-            fused = self._head.fuse(_joined(raw))
-            first = 0
-            for state in states:
-                if count := sum(map(len, state.raw)):
-                    state.fused.append(fused[first : first + count])
-                    first += count
-                state.raw.clear()
-        spans, hidden = [], []
+        hidden = self._unread(states, reads)
+        spans = []
         for state, (slot, count, complete) in zip(states, reads, strict=True):
-            if complete:
-                hidden += state.fused
-                state.fused = []
-            else:
-                pending = _joined(state.fused)
-                hidden.append(pending[:count])
-                state.fused = [pending[count:]]
             start = state.gap + state.num_cached
             tokens = slot.request.tokens[start + 1 : start + 1 + count]
             spans.append(Span.chunk(tokens, state.pages, state.num_cached, sample_last=complete))
-        logits = self._forward(spans, [state.gap for state in states], _joined(hidden))
+        logits = self._forward(spans, [state.gap for state in states], hidden)
         for state, (slot, count, _) in zip(states, reads, strict=True):
             state.num_cached += count
             # the text is looked at where another page of it is full
@@ -178,18 +156,44 @@ class EagleDrafter(GrowingDrafter[_State]):
                 self._pool.remember(state.chain, state.pages, slot.request.owner, text, state.num_cached)
         return logits
 
-    @torch.inference_mode()
+    def _unread(self, states: Sequence[_State], reads: Sequence[tuple[Slot, int, bool]]) -> Tensor:
+        """The rows that are to be read, [rows, hidden]; they are not pending any more."""
+        if all(complete and not state.fused for state, (_, _, complete) in zip(states, reads, strict=True)):
+            hidden = self._runner.fuse([part for state in states for part in state.raw])
+            for state in states:
+                state.raw = []
+            return hidden
+        parts = []
+        with torch.inference_mode():
+            for state, (_, count, complete) in zip(states, reads, strict=True):
+                if state.raw:
+                    state.fused.append(self._fused(state.raw))
+                    state.raw = []
+                if complete:
+                    parts += state.fused
+                    state.fused = []
+                else:
+                    pending = _joined(state.fused)
+                    parts.append(pending[:count])
+                    state.fused = [pending[count:]]
+            return _joined(parts)
+
+    def _fused(self, tapped: Sequence[Tapped]) -> Tensor:
+        """To be kept: [rows, hidden]."""
+        with torch.inference_mode():
+            return self._head.fuse(features_of(tapped))
+
     def _run(self, growths: Sequence[Growth]) -> Tensor:
         rows = [growth.rows[growth.parents[node]] for growth in growths for node in growth.frontier]
         states = [self._states[growth.slot] for growth in growths]
         spans = [growth.span(state.pages, state.num_cached) for growth, state in zip(growths, states, strict=True)]
-        # not by advanced indexing, which wakes torch's threads, and they spin where the compiled step wants to run
-        hidden = self._hidden.index_select(0, tensor_of(array("q", rows)).to(self._hidden.device))
-        return self._forward(spans, [state.gap for state in states], hidden)
+        return self._forward(spans, [state.gap for state in states], self._hidden, rows)
 
-    def _forward(self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor) -> Tensor:
-        """Run rows on [rows, hidden]; keeps g of the sampled rows and returns their logits."""
-        self._hidden, logits = self._runner.forward(spans, gaps, hidden)
+    def _forward(
+        self, spans: Sequence[Span], gaps: Sequence[int], hidden: Tensor, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run rows on those of hidden, [n, hidden]; keeps g of the sampled rows and returns their logits."""
+        self._hidden, logits = self._runner.forward(spans, gaps, hidden, rows)
         return logits
 
     def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> Best:

@@ -26,7 +26,7 @@ from minispec.drafters.grow import RankingDrafter
 from minispec.drafters.head_files import DraftVocabulary, HeadFiles, Shape
 from minispec.errors import ConfigError, ModelError
 from minispec.model.linear import Head, Linear
-from minispec.model.llama import Llama
+from minispec.model.llama import Llama, Tapped
 from minispec.sampling import Noise, SamplingBatch
 from minispec.scheduler import Slot
 from minispec.tree import DraftTree
@@ -156,7 +156,7 @@ class MedusaDrafter(RankingDrafter):
         self._depth = depth or heads.num_heads
         # the hidden state of the last verified position, once there is one
         self._hidden: dict[Slot, Tensor | None] = {}
-        self._tree: dict[Slot, Tensor] = {}
+        self._tree: dict[Slot, Tapped] = {}
 
     def follow(self, shape: TreeShape) -> None:
         shape.require_depth(self._heads.num_heads, f"{self.name}, with one head per layer,")
@@ -170,14 +170,14 @@ class MedusaDrafter(RankingDrafter):
         del self._hidden[slot]
         self._tree.pop(slot, None)
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         if slot.decoding:
-            self._tree[slot] = features
+            self._tree[slot] = tapped
         else:
-            self._hidden[slot] = features[-1].clone()  # a view would keep the whole step's
+            self._hidden[slot] = tapped.features[-1].clone()  # a view would keep the whole step's
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
-        self._hidden[slot] = self._tree.pop(slot)[acceptance.path[-1]].clone()
+        self._hidden[slot] = self._tree.pop(slot).features[acceptance.path[-1]].clone()
 
     @torch.inference_mode()
     def propose(self, slots: Sequence[Slot], max_nodes: Sequence[int]) -> list[DraftTree]:

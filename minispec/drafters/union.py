@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from minispec.drafters.base import BaseDrafter, Drafter
 from minispec.drafters.rates import Rates
+from minispec.model.llama import Tapped
 from minispec.request import Request
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -116,14 +114,13 @@ class UnionDrafter(BaseDrafter):
         state = self._states[slot]
         return [() if node is None else state.sources[node] for node in state.find(tree)]
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
-        """Hand each member the columns of the hidden states that it taps."""
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
+        """Hand each member the layers that it taps."""
         for member in self._members:
             if member.taps == self.taps:
-                member.observe(slot, features)
+                member.observe(slot, tapped)
             elif member.taps:
-                blocks = dict(zip(self.taps, features.chunk(len(self.taps), dim=-1), strict=True))
-                member.observe(slot, torch.cat([blocks[tap] for tap in member.taps], dim=-1))
+                member.observe(slot, Tapped(tapped.taps.of(member.taps), tapped.rows))
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Count what came of every guess at a child of an accepted node. Members see the merged tree."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from minispec.model.linear import Head, Linear
 from minispec.model.linears import Linears
 from minispec.model.loader import EMBEDDING, HEAD, check_folder, expected_shapes
 from minispec.model.rope import Rope
+from minispec.upload import tensor_of, upload
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +30,82 @@ Take = Callable[..., Tensor]
 """``take(*names)``: the named tensors joined along their first dimension, in the model's dtype and on its device."""
 
 
-@dataclass
 class Taps:
     """Hidden states wanted of a forward, for drafters that read the target's mind.
 
-    Attributes:
+    Args:
         layers: for each, the residual stream after that many layers: 0 is the embedding, ``num_layers`` what the final
             norm reads. Ascending.
-        hidden: per tapped layer [rows, hidden] in the model's dtype; filled by the forward.
+
+    Attributes:
+        layers: see above.
+        memory: the hidden states one behind the other, bfloat16, where a forward on the host gives them so: compiled
+            code reads them there, and tensors are made when they are asked for (``upload.tensor_of`` says why).
+        shape: of ``memory``: (layers that ran, rows, hidden).
     """
 
-    layers: tuple[int, ...]
-    hidden: list[Tensor] = field(default_factory=list)
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self.memory: array[int] | None = None
+        self.shape = (0, 0, 0)
+        self._hidden: list[Tensor] = []
+        self._features: Tensor | None = None
 
     def see(self, layer: int, stream: Tensor) -> None:
-        """Called by the forward with the stream after ``layer`` layers."""
+        """Called by the forward with the stream after ``layer`` layers, [rows, hidden]."""
         if layer in self.layers:
-            self.hidden.append(stream)
+            self._hidden.append(stream)
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """Per tapped layer that ran [rows, hidden] in the model's dtype."""
+        if self.memory and not self._hidden:
+            self._hidden = list(torch.frombuffer(self.memory, dtype=torch.bfloat16).view(self.shape).unbind(0))
+        return self._hidden
 
     @property
     def features(self) -> Tensor:
         """[rows, len(layers) * hidden], the tapped layers side by side."""
-        return torch.cat(self.hidden, dim=-1)
+        if self._features is None:
+            self._features = torch.cat(self.hidden, dim=-1)
+            self._hidden = list(self._features.chunk(len(self.layers), dim=-1))  # the others need not be kept
+        return self._features
+
+    def of(self, layers: tuple[int, ...]) -> Taps:
+        """Some of the tapped layers."""
+        own = Taps(layers)
+        own._hidden = [hidden for layer, hidden in zip(self.layers, self.hidden, strict=True) if layer in layers]
+        return own
+
+
+class Tapped(NamedTuple):
+    """Some rows of a step's tapped hidden states, at least one."""
+
+    taps: Taps
+    rows: Sequence[int]
+
+    @property
+    def features(self) -> Tensor:
+        """[rows, taps * hidden]."""
+        return features_of([self])
+
+
+def features_of(parts: Sequence[Tapped]) -> Tensor:
+    """The rows of all parts, [rows, taps * hidden]; a view where that is possible."""
+    steps: list[tuple[Taps, list[int]]] = []
+    for taps, rows in parts:
+        if not steps or steps[-1][0] is not taps:
+            steps.append((taps, []))
+        steps[-1][1].extend(rows)
+    pieces = []
+    for taps, rows in steps:
+        whole, first, end = taps.features, rows[0], rows[0] + len(rows)
+        if rows == list(range(first, end)):
+            pieces.append(whole[first:end])
+        else:
+            [index] = upload([tensor_of(array("q", rows))], whole.device)
+            pieces.append(whole.index_select(0, index))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)
@@ -188,6 +245,7 @@ class Llama:
                 quantize=quantize,
             )
 
+    @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
         """Run one step and write its KV.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_float, c_int64
+from ctypes import byref, memmove
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from minispec.drafters.grow import Best
 from minispec.kv_cache import KVCache
 from minispec.model.int8 import BlockInt8Linear
 from minispec.model.linear import Head, Linear
+from minispec.model.llama import Tapped, features_of
 from minispec.native.library import (
     BatchStruct,
     EagleStepStruct,
@@ -25,6 +27,7 @@ from minispec.native.library import (
     Team,
 )
 from minispec.native.model import Arena, PackedLinear, dense, packed_linear, pointer, struct_of
+from minispec.native.scratch import Scratch
 
 
 def unsupported(head: EagleHead) -> str | None:
@@ -107,9 +110,14 @@ class CompiledHead:
     def __init__(self, team: Team, head: EagleHead) -> None:
         config, shape = head.config, head.config.layer
         self.team = team
+        self._head = head
         self._weights, self._output, self._rope = head.weights, head.output, head.rope  # what the structs point to
-        self._ids = head.vocabulary.ids
+        self._ids, self._ids_at = head.vocabulary.ids, pointer(head.vocabulary.ids)
         self._size, self._vocab, self._layers = shape.hidden_size, head.vocabulary.size, shape.num_layers
+        self._features = Scratch(head.weights.fc.in_features, torch.bfloat16)
+        self._fused, self._picked = Scratch(self._size, torch.bfloat16), Scratch(self._size, torch.bfloat16)
+        self._g = [Scratch(self._size, torch.bfloat16) for _ in range(2)]  # one is read while the other is written
+        self._logits = Scratch(self._vocab, torch.float32)
         layers = (LayerStruct * shape.num_layers)()
         for struct, layer in zip(layers, self._weights.layers, strict=True):
             struct.input_norm, struct.post_norm = pointer(layer.input_norm), pointer(layer.post_norm)
@@ -131,29 +139,56 @@ class CompiledHead:
             config.norm_before_residual,
         )
 
-    def __call__(self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
-        """Arguments and result as in ``HeadForward``."""
+    def fuse(self, tapped: Sequence[Tapped]) -> Tensor:
+        """As in ``HeadForward``; lies where the next call writes its own."""
+        fc = self._weights.fc
+        if self._struct.version == 1 or self._weights.fc_norm is not None or not all(t.taps.memory for t in tapped):
+            return self._head.fuse(features_of(tapped))
+        assert isinstance(fc, PackedLinear)
+        count = sum([len(rows) for _, rows in tapped])
+        _, features = self._features(count)
+        at = features
+        for taps, rows in tapped:
+            assert taps.memory is not None
+            (layers, height, size), (first, _) = taps.shape, taps.memory.buffer_info()
+            places = [first + 2 * size * height * layer for layer in range(layers)]
+            for row in rows:
+                for place in places:
+                    memmove(at, place + 2 * size * row, 2 * size)
+                    at += 2 * size
+        fused, address = self._fused(count)
+        self.team.library.linear(
+            self.team.handle, byref(fc.struct), features, fc.in_features, count, address, self._size, False
+        )
+        return fused
+
+    def __call__(
+        self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, rows: Sequence[int] | None, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments and result as in ``HeadForward``; g lies where the call after the next writes its own."""
+        place = hidden.data_ptr()
+        if rows is not None:
+            stride = 2 * self._size
+            _, own = self._picked(len(rows))
+            for i, row in enumerate(rows):
+                memmove(own + stride * i, place + stride * row, stride)
+            place = own
         positions = batch.positions_after(gaps)
-        samples = batch.samples
-        g = torch.empty((samples, self._size), dtype=torch.bfloat16)
-        logits = torch.empty((samples, self._vocab), dtype=torch.float32)
-        hidden = hidden.contiguous()
-        step = StepStruct(
-            BatchStruct.of(batch), self._layers, 0, None, None, kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0),
-            kv.k.stride(1), logits.data_ptr(),
-        )  # fmt: skip
-        head_step = EagleStepStruct(step, positions.buffer_info()[0], hidden.data_ptr(), g.data_ptr())
+        self._g.reverse()
+        (g, g_at), (logits, logits_at) = self._g[0](batch.samples), self._logits(batch.samples)
+        step = StepStruct(BatchStruct.of(batch), self._layers, 0, None, None, *kv.place, logits_at)
+        head_step = EagleStepStruct(step, positions.buffer_info()[0], place, g_at)
         self.team.library.eagle(self.team.handle, byref(self._struct), byref(head_step))
         return g, logits
 
     def best(self, logits: Tensor, k: int) -> Best:
         """As in ``HeadForward``; equal tokens come in the order of their indices."""
-        logits = logits.contiguous()
-        rows, vocab = logits.shape
-        tokens, values = (c_int64 * (rows * k))(), (c_float * (rows * k))()
+        rows = len(logits)
+        tokens, values = array("q", bytes(8 * rows * k)), array("f", bytes(4 * rows * k))
         self.team.library.best(
-            self.team.handle, logits.data_ptr(), rows, vocab, k, pointer(self._ids), addressof(tokens),
-            addressof(values),
+            self.team.handle, logits.data_ptr(), rows, self._vocab, k, self._ids_at, tokens.buffer_info()[0],
+            values.buffer_info()[0],
         )  # fmt: skip
+        ids, scores = tokens.tolist(), values.tolist()
         starts = range(0, rows * k, k)
-        return [tokens[i : i + k] for i in starts], [values[i : i + k] for i in starts]
+        return [ids[i : i + k] for i in starts], [scores[i : i + k] for i in starts]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+from array import array
 from collections.abc import Iterable
 from ctypes import byref, c_size_t, c_void_p
 
@@ -16,6 +18,7 @@ from minispec.model.int8 import GROUP, BlockInt8Linear, Blocks
 from minispec.model.linear import Head, Linear
 from minispec.model.llama import Layer, Llama, Taps
 from minispec.native.library import BatchStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct, Team
+from minispec.native.scratch import Scratch
 
 _HUGE = 2 << 20  # bytes of a huge page
 _MADV_HUGEPAGE = 14
@@ -208,6 +211,7 @@ class CompiledForward:
     def __init__(self, team: Team, model: Llama) -> None:
         config = model.config
         self.team, self._model = team, model
+        self._logits = Scratch(model.vocab_size, torch.float32)
         self._layers = (LayerStruct * config.num_layers)()
         for struct, layer in zip(self._layers, model.layers, strict=True):
             struct.input_norm, struct.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
@@ -223,22 +227,18 @@ class CompiledForward:
         )  # fmt: skip
 
     def __call__(self, batch: StepBatch, kv: KVCache, *, layers: int | None = None, taps: Taps | None = None) -> Tensor:
-        """Arguments and result as in ``Llama.forward``."""
+        """Arguments and result as in ``Llama.forward``; the logits lie where the next call writes its own."""
         model = self._model
-        rows, samples = batch.rows, batch.samples
         depth = model.config.num_layers if layers is None else layers
-        # what ``Llama.forward`` would see on the way: not the layers behind the last that runs
-        wanted = [layer for layer in taps.layers if layer <= depth] if taps is not None else []
-        tapped = torch.empty((len(wanted), rows, model.config.hidden_size), dtype=torch.bfloat16)
-        logits = torch.empty((samples, model.vocab_size), dtype=torch.float32)
-        tap_layers = (ctypes.c_int32 * len(wanted))(*wanted)
-        step = StepStruct(
-            BatchStruct.of(batch), depth, len(wanted), ctypes.addressof(tap_layers), tapped.data_ptr(),
-            kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), kv.k.stride(1), logits.data_ptr(),
-        )  # fmt: skip
-        self.team.library.forward(self.team.handle, byref(self._struct), byref(step))
+        logits, address = self._logits(batch.samples)
+        step = StepStruct(BatchStruct.of(batch), depth, 0, None, None, *kv.place, address)
         if taps is not None:
-            taps.hidden += tapped.unbind(0)
+            # what ``Llama.forward`` would see on the way: not the layers behind the last that runs
+            wanted = array("i", [layer for layer in taps.layers if layer <= depth])
+            taps.shape = len(wanted), batch.rows, model.config.hidden_size
+            taps.memory = tapped = array("H", bytes(2 * math.prod(taps.shape)))
+            step.taps, step.tap_layers, step.tapped = len(wanted), wanted.buffer_info()[0], tapped.buffer_info()[0]
+        self.team.library.forward(self.team.handle, byref(self._struct), byref(step))
         return logits
 
 

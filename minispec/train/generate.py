@@ -17,6 +17,7 @@ from minispec.drafters.base import BaseDrafter
 from minispec.engine import Engine
 from minispec.errors import RequestError
 from minispec.kv_cache import PagePool
+from minispec.model.llama import Tapped
 from minispec.request import Request, SamplingParams
 from minispec.sampling import Noise
 from minispec.scheduler import Slot
@@ -72,9 +73,9 @@ class Recorder(BaseDrafter):
         known = [self.rows(self.before[slot.request])[: slot.num_cached]] if slot.num_cached else []
         self._rows[slot.request] = known
 
-    def observe(self, slot: Slot, features: Tensor) -> None:
+    def observe(self, slot: Slot, tapped: Tapped) -> None:
         # a copy of its own: the step's tensor holds everybody's rows
-        self._rows[slot.request].append(features.to("cpu", torch.bfloat16, copy=True))
+        self._rows[slot.request].append(tapped.features.to("cpu", torch.bfloat16, copy=True))
 
 
 class PooledNoise(Noise):

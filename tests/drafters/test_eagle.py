@@ -19,7 +19,7 @@ from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.union import UnionDrafter
 from minispec.engine import Engine
 from minispec.kv_cache import PagePool
-from minispec.model.llama import Llama, Taps
+from minispec.model.llama import Llama, Tapped, Taps
 from minispec.request import SamplingParams
 from minispec.runner import ModelRunner
 from minispec.sampling import Noise
@@ -46,9 +46,9 @@ class Watched(EagleDrafter):
         self.rows: list[int] = []
         self.seen: dict[tuple, torch.Tensor] = {}
 
-    def _forward(self, spans, gaps, hidden):
-        self.rows.append(len(hidden))
-        return super()._forward(spans, gaps, hidden)
+    def _forward(self, spans, gaps, hidden, rows=None):
+        self.rows.append(len(hidden) if rows is None else len(rows))
+        return super()._forward(spans, gaps, hidden, rows)
 
     def _add_children(self, growths, logits):
         row = 0
@@ -382,10 +382,12 @@ def test_a_slot_that_begins_on_cached_pages(tmp_path, layout):
     request.append([7])
     assert drafter.propose([slot], [9]) == [DraftTree.root(7)]
     features = features_of(target, drafter.taps, request.tokens[:-1])
-    wide = torch.cat(features, dim=-1)
+    taps = Taps(drafter.taps)
+    for layer, stream in zip(drafter.taps, features, strict=True):
+        taps.see(layer, stream)
     for start, end in ((16, 30), (30, 40)):
         slot.num_cached = start
-        drafter.observe(slot, wide[start:end])
+        drafter.observe(slot, Tapped(taps, range(start, end)))
     slot.num_cached = 40
     [tree] = drafter.propose([slot], [9])
     assert len(tree) == 9

@@ -11,6 +11,7 @@ from minispec.drafters.base import BaseDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.union import UnionDrafter
+from minispec.model.llama import Tapped, Taps
 from minispec.request import Request, SamplingParams, SpeculationParams
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -43,8 +44,8 @@ class Fixed(BaseDrafter):
         ]
         return [tree.best(count) for tree, count in zip(trees, max_nodes, strict=True)]
 
-    def observe(self, slot, features):
-        self.seen.append(features)
+    def observe(self, slot, tapped):
+        self.seen.append(tapped)
 
     def accept(self, slot, tree, acceptance):
         self.calls.append((tree.tokens, acceptance.path))
@@ -182,9 +183,12 @@ def test_members_get_the_hidden_states_they_tap():
     union, slot = begun(a, b, c)
     assert union.taps == (1, 2, 4)
     one, two, four = torch.full((3, 2), 1.0), torch.full((3, 2), 2.0), torch.full((3, 2), 4.0)
-    union.observe(slot, torch.cat([one, two, four], dim=-1))
-    assert torch.equal(a.seen[0], torch.cat([one, four], dim=-1))
-    assert torch.equal(c.seen[0], torch.cat([two, four], dim=-1)) and b.seen == []
+    taps = Taps(union.taps)
+    for layer, stream in zip(union.taps, (one, two, four), strict=True):
+        taps.see(layer, stream)
+    union.observe(slot, Tapped(taps, range(1, 3)))
+    assert torch.equal(a.seen[0].features, torch.cat([one, four], dim=-1)[1:])
+    assert torch.equal(c.seen[0].features, torch.cat([two, four], dim=-1)[1:]) and b.seen == []
 
 
 def test_invalid_rows_are_summed():

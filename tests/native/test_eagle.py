@@ -24,10 +24,10 @@ from minispec.engine import Engine
 from minispec.kv_cache import PagePool
 from minispec.model.int8 import BlockInt8Linear
 from minispec.model.linear import Head, Linear
-from minispec.model.llama import Llama
+from minispec.model.llama import Llama, Tapped, Taps
 from minispec.native.eagle import CompiledHead, pack, unsupported
 from minispec.native.library import Team
-from minispec.native.model import PackedLinear
+from minispec.native.model import CompiledForward, PackedHead, PackedLinear, packed_layer
 from minispec.request import SamplingParams
 from minispec.runner import ModelRunner, Phase
 from minispec.sampling import Noise
@@ -138,13 +138,69 @@ def test_a_rows_bits_depend_on_its_text_alone(team: Team, tmp_path: Path) -> Non
         spans = [*others, Span(tokens[begin:end], pages, begin, range(end - begin), None, range(end - begin))]
         rows = torch.cat([hidden[: len(other.tokens)] for other in others] + [hidden[begin:end]])
         g, logits = runner.forward(spans, [0] * len(spans), rows)
-        return g[-(end - begin) :], logits[-(end - begin) :]
+        return g[-(end - begin) :].clone(), logits[-(end - begin) :].clone()
 
     whole = read(0, 270)
     for i in range(240, 270):
         assert all(torch.equal(part[0], all_[i]) for part, all_ in zip(read(i, i + 1), whole, strict=True))
     beside = read(250, 270, Span([1, 2, 3], [0], 0, range(3), None, (0, 2)))
     assert all(torch.equal(part, all_[250:]) for part, all_ in zip(beside, whole, strict=True))
+
+
+@needs_machine
+@LAYOUTS
+@pytest.mark.parametrize("everything", [False, True])
+def test_hidden_states_are_fused_where_they_lie(layout: str, everything: bool, team: Team, tmp_path: Path) -> None:
+    """Rows of two steps, in any order, one of them by an eager forward."""
+    model = target()
+    head = load(eagle_folder(tmp_path / "head", layout), model)
+    head = with_everything(head) if everything else head
+    pack(team, team, head)
+    native, eager = CompiledHead(team, head), EagerHead(head)
+    model.layers[:] = [packed_layer(team, team, layer) for layer in model.layers]
+    model.head = PackedHead(team, team, model.head)
+    steps = []
+    for begin, forward in ((0, CompiledForward(team, model)), (9, CompiledForward(team, model)), (9, model.forward)):
+        taps, runner = Taps(head.config.taps), ModelRunner(model, pages=2, page_size=16)
+        runner.use(forward)
+        runner.forward([Span.chunk(range(begin, begin + 9), [1, 0], 0, sample_last=True)], taps=taps)
+        steps.append(taps)
+    first, second, plain = steps
+    tapped = [Tapped(first, [0, 2, 3]), Tapped(first, range(7, 9)), Tapped(second, [8, 1])]
+    fused = native.fuse(tapped).clone()
+    assert fused.shape == (7, head.config.layer.hidden_size)
+    assert torch.equal(fused, eager.fuse(tapped))
+    assert torch.equal(fused[5:], native.fuse(tapped[2:]))
+    assert torch.equal(native.fuse([*tapped, Tapped(plain, [4])])[:7], fused)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(first.hidden, first.features.chunk(len(first.layers), -1), strict=True)
+    )
+
+
+@needs_machine
+def test_a_layer_reads_rows_of_the_last(team: Team, tmp_path: Path) -> None:
+    head = load(eagle_folder(tmp_path / "head", AUTHORS), target())
+    pack(team, team, head)
+    hidden = noise(5, 64) * 6
+    outcomes = []
+    for forward in (CompiledHead(team, head), EagerHead(head)):
+        runner = HeadRunner(head, pages=2, page_size=16)
+        runner.use(forward)
+        g, _ = runner.forward([Span.chunk(range(5), [1], 0, sample_last=True, sample_all=True)], [0], hidden)
+        layers = []
+        for layer, rows in enumerate(([4, 4, 1], [2, 0, 0])):
+            bits = [1 << i | (1 << i + 3) * layer for i in range(3)]
+            span = Span([3, 4, 5], [1], 5, [layer] * 3, bits, range(3), first_key=3 * layer)
+            given = g.index_select(0, torch.tensor(rows))
+            g, logits = runner.forward([span], [0], g, rows)
+            kept = g.clone(), logits.clone()
+            again = runner.forward([span], [0], given)
+            assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+            g = kept[0]
+            layers.append(kept[1])
+        outcomes.append(torch.cat(layers))
+    assert _deviation(*outcomes).max() < 0.1
 
 
 @needs_machine
