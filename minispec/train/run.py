@@ -40,7 +40,7 @@ from minispec.train.origin import Origin
 from minispec.train.prompts import Opening, opening
 from minispec.train.shards import ANSWER, GIVEN, Sample
 from minispec.train.target import Numerics, Target, numerics
-from minispec.train.trainer import AT_ONCE, Quality, Settings, Trainer
+from minispec.train.trainer import GOING_ON, Quality, Settings, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class _Job:
             "negatives": 1024 if device == "cpu" else None,
         }
         if self._origin is not None:
-            base["onset"] = AT_ONCE
+            base |= GOING_ON
         if "steps" not in run.notes:
             trial = Trainer(head, examples, Settings(steps=1, **base))
             begun = time.monotonic()

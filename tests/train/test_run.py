@@ -23,7 +23,7 @@ from minispec.train.folder import Recipe, RunFolder
 from minispec.train.prompts import Opening, opening
 from minispec.train.run import TrainOptions, _prompt, conversations, run_train_draft
 from minispec.train.shards import ANSWER, GIVEN, WRITTEN, Shard
-from minispec.train.trainer import Trainer
+from minispec.train.trainer import Settings, Trainer
 from tiny_folders import tiny_folder
 
 TOKENS = 600
@@ -230,7 +230,7 @@ def test_training_goes_on_with_a_head(target, kept, tmp_path, monkeypatch):
     (_, _, chain, loss), *_ = torch.load(out / "training" / "checkpoint.pt", weights_only=True)["checks"]
     assert (loss, chain) == pytest.approx((before[-1][3], before[-1][2]), rel=0.02)
     assert before[0][3] - loss > 5 * abs(before[-1][3] - loss), "no better than a head that begins with nothing"
-    assert settings[-1].onset == (0.0, 0.0, 0.0, 0.0)
+    assert settings[-1].onset == (0.0, 0.0, 0.0, 0.0) and settings[-1].rate < Settings(1).rate
     assert json.loads((out / "report.json").read_text())["from"] == own
     assert json.loads((out / "config.json").read_text())["minispec_training"]["from"] == own
     assert drafted(target, out) > 0
