@@ -146,7 +146,10 @@ class Outcome:
             return self._GUESS, 1.0
         tokens, nodes = self._layers[depth - 1]
         above = self._layers[depth - 2][0] if depth > 1 else 1.0
-        return tokens * min(max(tokens / above if above > 0 else 0.0, self._GUESS), 1.0), nodes
+        if tokens >= above > 0:
+            return tokens, nodes
+        share = tokens / above if above > 0 else 0.0
+        return tokens * (share if share > self._GUESS else self._GUESS), nodes
 
 
 def trials(tree: DraftTree, acceptance: Acceptance) -> Iterator[tuple[int, bool]]:

@@ -62,7 +62,11 @@ class StepCost:
 
     def bent(self, rows: float) -> float:
         """The part of it that is due to the bends."""
-        return sum(more * (rows - place) for place, more in self.bends if rows > place)
+        seconds = 0.0
+        for place, more in self.bends:
+            if rows > place:
+                seconds += more * (rows - place)
+        return seconds
 
     def plus(self, seconds: float) -> StepCost:
         """The cost of a step that takes so much longer."""
@@ -180,8 +184,8 @@ class DraftCost:
         return max((seconds for seconds, _ in self._depths(slots).values()), default=0.0)
 
     def _depths(self, slots: int) -> dict[int, tuple[float, int]]:
-        if not self._seconds:
-            return {}
         key = self.size(slots)
+        if (depths := self._seconds.get(key)) is not None or not self._seconds:
+            return depths or {}
         # an unmeasured number of slots costs what the nearest measured one does
         return self._seconds[min(self._seconds, key=lambda known: abs(known - key))]

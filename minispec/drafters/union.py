@@ -16,6 +16,7 @@ from minispec.tree import MAX_NODES, DraftTree
 from minispec.verify import Acceptance
 
 _BINS = 10
+_LEAST, _MOST = 1e-6, 0.995  # how likely a child may seem after its parent
 _MEMORY = 0.9  # what a member's success of one step before weighs against the latest
 
 
@@ -26,25 +27,31 @@ class _State:
     Attributes:
         rates: how often children came true, by member and by the probability that the member gave them.
         success: per member, the accepted nodes that it proposed, averaged over recent verifications.
-        children: per node of the last proposal, before it was cut: child token → child.
-        guesses: per node: (member, probability after its parent) of all members that proposed it.
+        tree: the last proposal.
+        kept: its nodes among those that were merged, before it was cut.
+        nodes: of those (node, token) → child.
+        guesses: per node the kinds of guess at it (``_merge``), of all members that proposed it.
         sources: per node: their names.
         asked: the members that took part in it.
     """
 
     rates: Rates
     success: list[float]
-    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
-    guesses: list[list[tuple[int, float]]] = field(default_factory=lambda: [[]])
+    tree: DraftTree | None = None
+    kept: Sequence[int] = (0,)
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)
+    guesses: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     sources: list[tuple[str, ...]] = field(default_factory=lambda: [()])
     asked: list[int] = field(default_factory=list)
 
-    def find(self, tree: DraftTree) -> list[int | None]:
+    def find(self, tree: DraftTree) -> Sequence[int | None]:
         """Per node of a tree, the node of the last proposal; None where that had none, and below there."""
+        if tree is self.tree:
+            return self.kept
         found: list[int | None] = [0]
         for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
             above = found[parent]
-            found.append(None if above is None else self.children[above].get(token))
+            found.append(None if above is None else self.nodes.get((above, token)))
         return found
 
 
@@ -131,10 +138,11 @@ class UnionDrafter(BaseDrafter):
             if at is None:
                 break
             for child in tree.children[node]:
-                for m, probability in state.guesses[state.children[at].get(child, 0)]:
-                    state.rates.record(self._kind(m, probability), child == token)
-                    right[m] += child == token
-            at = state.children[at].get(token)
+                if (own := state.nodes.get((at, child))) is not None:
+                    for kind in state.guesses[own]:
+                        state.rates.record(kind, child == token)
+                        right[kind // _BINS] += child == token
+            at = state.nodes.get((at, token))
         for m in state.asked:
             for success in (state.success, self._success):
                 success[m] = _MEMORY * success[m] + (1 - _MEMORY) * right[m]
@@ -147,51 +155,49 @@ class UnionDrafter(BaseDrafter):
         success = self._states[slot].success
         return min(count, max(2, math.ceil(count * (success[m] + 0.1) / (max(success) + 0.1))))
 
-    @staticmethod
-    def _kind(m: int, probability: float) -> int:
-        return m * _BINS + (int(probability * _BINS) if probability < 1 else _BINS - 1)
-
     def _merge(self, slot: Slot, proposals: Sequence[tuple[int, DraftTree]], max_nodes: int) -> DraftTree:
         state = self._states[slot]
         state.asked = [m for m, _ in proposals]
-        children: list[dict[int, int]] = [{}]
-        guesses: list[list[tuple[int, float]]] = [[]]
+        nodes: dict[tuple[int, int], int] = {}
+        guesses: list[tuple[int, ...]] = [()]
         sources: list[tuple[str, ...]] = [()]
-        state.children, state.guesses, state.sources = children, guesses, sources
-        tokens, parents = [slot.request.tokens[-1]], [-1]
+        tokens, parents, likeliest = [slot.request.tokens[-1]], [-1], [1.0]
+        rates: dict[int, float] = {}  # by kind
         for m, tree in proposals:
             name, at, own = (self._members[m].name,), [0], tree.values
             for token, above, value in zip(tree.tokens[1:], tree.parents[1:], own[1:], strict=True):
-                parent, guess = at[above], (m, math.exp(value - own[above]))
-                node = children[parent].get(token)
+                parent, probability = at[above], math.exp(value - own[above])
+                # guesses of a kind: of one member, about as likely by its own account
+                bin_ = int(probability * _BINS) if probability < 1 else _BINS - 1
+                kind = m * _BINS + bin_
+                if (rate := rates.get(kind)) is None:
+                    rate = rates[kind] = state.rates[kind]
+                corrected = probability * rate * _BINS / (bin_ + 0.5)
+                node = nodes.get((parent, token))
                 if node is None:
-                    node = children[parent][token] = len(tokens)
+                    node = nodes[parent, token] = len(tokens)
                     tokens.append(token)
                     parents.append(parent)
-                    children.append({})
-                    guesses.append([guess])
+                    likeliest.append(corrected if corrected > _LEAST else _LEAST)
+                    guesses.append((kind,))
                     sources.append(name)
                 else:
-                    guesses[node].append(guess)
+                    if corrected > likeliest[node]:
+                        likeliest[node] = corrected
+                    guesses[node] += (kind,)
                     sources[node] += name
                 at.append(node)
         values = [0.0]
-        rates: dict[int, float] = {}  # by kind
-        for parent, made in zip(parents[1:], guesses[1:], strict=True):
-            likeliest = 1e-6
-            for m, probability in made:
-                kind = self._kind(m, probability)
-                if (rate := rates.get(kind)) is None:
-                    rate = rates[kind] = state.rates[kind]
-                if (corrected := probability * rate * _BINS / (kind % _BINS + 0.5)) > likeliest:
-                    likeliest = corrected
-            values.append(values[parent] + math.log(likeliest if likeliest < 0.995 else 0.995))
+        for parent, chance in zip(parents[1:], likeliest[1:], strict=True):
+            values.append(values[parent] + math.log(chance if chance < _MOST else _MOST))
         # the sort is stable, in reverse too, and children are worth less than their parents: what is kept is a tree
         kept = sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[: min(max_nodes, MAX_NODES)]
         index = {node: i for i, node in enumerate(kept)}
         index[-1] = -1
-        return DraftTree(
+        merged = DraftTree(
             tuple([tokens[node] for node in kept]),
             tuple([index[parents[node]] for node in kept]),
             tuple([values[node] for node in kept]),
         )
+        state.nodes, state.guesses, state.sources, state.tree, state.kept = nodes, guesses, sources, merged, kept
+        return merged
