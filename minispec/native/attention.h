@@ -14,6 +14,7 @@
 // position. So a node of a tree gets the bits that plain decoding would have given it.
 #pragma once
 
+#include "memory.h"
 #include "plan.h"
 #include "vec.h"
 
@@ -109,18 +110,6 @@ inline void fetch(const bf16* p) { _mm_prefetch(reinterpret_cast<const char*>(p)
 inline void fetch_near(const bf16* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 constexpr int kNear = 12;  // values ahead
 
-// Floats from a cache line's beginning on.
-class Lines {
- public:
-  void fit(size_t count) {
-    if (memory_.size() < count + 16) memory_.resize(count + 16);
-  }
-  float* data() { return memory_.data() + (-(reinterpret_cast<uintptr_t>(memory_.data()) / sizeof(float)) & 15); }
-
- private:
-  std::vector<float> memory_;
-};
-
 // A thread's working memory, and the computation of one task.
 class Attender {
  public:
@@ -129,7 +118,7 @@ class Attender {
   void run(const Attention& a, const Batch& b, Plan& plan, int which, F&& done) {
     const Tile& t = plan.tiles[which];
     const int size = kFront + a.head_dim;
-    running_.resize(static_cast<size_t>(kLanes) * size), chunk_.resize(static_cast<size_t>(kLanes) * size);
+    at_least(running_, static_cast<size_t>(kLanes) * size), at_least(chunk_, static_cast<size_t>(kLanes) * size);
     load_queries(a, t);
     float* first = t.join < 0 ? running_.data() : &plan.partials[t.partial * size];
     k_ = a.k + t.kv_head * a.head_stride;
@@ -206,7 +195,7 @@ class Attender {
   void load_queries(const Attention& a, const Tile& t) {
     const __m512 scale = _mm512_set1_ps(a.scale * 1.44269504088896341f);
     dims_ = (a.head_dim + 31) / 32 * 32;
-    queries_.fit(static_cast<size_t>(kLanes) / kTile * 16 * dims_);
+    at_least(queries_, static_cast<size_t>(kLanes) / kTile * 16 * dims_);
     const bf16* rows[kLanes];
     each_lane(a, t, [&](int i, int row, int head) {
       rows[i] = a.q + row * a.q_stride + static_cast<int64_t>(head) * a.head_dim;
@@ -229,12 +218,12 @@ class Attender {
   // Scores of the chunk's keys: [lane][stride_], whether seen or not.
   void score(int head_dim, int count) {
     stride_ = (keys_ + 31) / 32 * 32 + 16;
-    scores_.fit(static_cast<size_t>(kLanes) * stride_);
+    at_least(scores_, static_cast<size_t>(kLanes) * stride_);
     if (count <= kTile) {
       sized<kTile>(count, [&](auto m) { score_few<m>(head_dim); });
       return;
     }
-    turned_.fit(static_cast<size_t>(16) * dims_);
+    at_least(turned_, static_cast<size_t>(16) * dims_);
     for (int i = 0; i < keys_; i += 32) {
       const bool two = keys_ - i > 16;
       float* to = turned_.data();
@@ -435,8 +424,8 @@ class Attender {
       }
   }
 
-  std::vector<float> running_, chunk_;  // partial results of all lanes
-  Lines queries_, scores_, turned_;
+  Lines<float> running_, chunk_;  // partial results of all lanes
+  Lines<float> queries_, scores_, turned_;
   int64_t stride_ = 0;  // of scores
   int dims_ = 0;        // head_dim up to a multiple of 32
   const int64_t *index_ = nullptr, *next_index_ = nullptr;

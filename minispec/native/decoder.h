@@ -42,7 +42,7 @@ struct Step {
 // Rows, zero up to a multiple of kGroup.
 template <class T>
 struct Rows {
-  std::vector<T> data;
+  Lines<T> data;
   size_t stride = 0;
   int width = 0;
   void fit(int rows, int new_width) {

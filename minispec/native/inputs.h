@@ -8,8 +8,7 @@
 // of it: a line of memory has one writer.
 #pragma once
 
-#include <vector>
-
+#include "memory.h"
 #include "weights.h"
 
 namespace minispec {
@@ -26,9 +25,8 @@ class Inputs {
   // Room for `rows` of `in` inputs, for weights of so many bits; by one thread, before others use it.
   void fit(int rows, int in, int bits) {
     rows_ = rows, groups_ = groups_of(in), bits_ = bits, stride_ = (groups_ + 15) / 16 * 16;
-    const size_t values = static_cast<size_t>(rows) * groups_, factors = static_cast<size_t>(rows) * stride_;
-    if (values_.size() < values + 1) values_.resize(values + 1);
-    if (factors_.size() < factors) factors_.resize(factors);
+    at_least(values_, static_cast<size_t>(rows) * groups_ * kLine);
+    at_least(factors_, static_cast<size_t>(rows) * stride_ * 2);
   }
 
   int rows() const { return rows_; }
@@ -51,8 +49,7 @@ class Inputs {
   // Of the tile that starts at a row: its values; and the factors of its first row, the others' a stride apart.
   template <class Kind>
   char* values(int start) {
-    char* lines = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(values_.data()) + 63) / 64 * 64);
-    return lines + static_cast<size_t>(start) * groups_ * Kind::kWords * 4;
+    return values_.data() + static_cast<size_t>(start) * groups_ * Kind::kWords * 4;
   }
   template <class Kind>
   const typename Kind::Factor* factors(int start) const {
@@ -61,14 +58,8 @@ class Inputs {
   size_t stride() const { return stride_; }
 
  private:
-  struct Line {
-    char bytes[64];
-  };
-  struct Pair {
-    int32_t words[2];
-  };
-  std::vector<Line> values_;  // one more than there are: they begin at a line's start
-  std::vector<Pair> factors_;
+  Lines<char> values_;
+  Lines<int32_t> factors_;
   size_t stride_ = 0;  // factors of a row
   int rows_ = 0, groups_ = 0, bits_ = 16;
 };

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory.h"
+
 namespace minispec {
 
 constexpr int kChunk = 128;  // positions per chunk
@@ -48,7 +50,7 @@ struct Plan {
     int chunks, parts, left;  // parts: tasks; left: of these, not yet done
   };
   std::vector<Join> joins;
-  std::vector<float> partials;  // [chunks of joins][query rows][kFront + head_dim]
+  Lines<float> partials;  // [chunks of joins][query rows][kFront + head_dim]
   std::vector<Keys> keys;
   std::vector<int64_t> index;   // per span and position, where in a head's cache it lies; and kMore a span
   std::vector<uint16_t> masks;  // sixteen keys each
@@ -95,7 +97,7 @@ struct Plan {
       }
     }
     const size_t needed = static_cast<size_t>(partial) * (kFront + head_dim);
-    if (partials.size() < needed) partials.resize(needed);
+    at_least(partials, needed);
   }
 
  private:
