@@ -138,6 +138,8 @@ class Compilation:
         self.state.eager_ms, self.state.compiled_ms = milliseconds["eager"], milliseconds["compiled"]
         if self._noise is not None:
             self._noise.native = NativeSampling(team)
+        for runner in (self._target, *self._drafts):
+            runner.kv.native = library
         for draft in self._drafts:
             self._adopt_draft(candidate_for(draft), team, packer)
         give_back_memory()  # the weights as they were

@@ -7,13 +7,18 @@ physical position: ``page * page_size + offset``.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from minispec import kernels
 from minispec.prefix_cache import Node, PrefixCache
+
+if TYPE_CHECKING:
+    from minispec.native.library import Library
 
 
 class OutOfPages(Exception):
@@ -238,7 +243,10 @@ class KVCache:
         k, v: [layers, kv_heads, pages * page_size, head_dim], which stay where they are. KV heads come before positions
             so that consecutive pages are one contiguous context per head.
         place: for compiled code: addresses of k and v, and their strides over layers and over heads, in entries.
+        native: the compiled library, once it is in use on a CPU, for moves; may be set while requests run.
     """
+
+    native: Library | None = None
 
     def __init__(
         self,
@@ -253,6 +261,8 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         shape = (layers, kv_heads, pages * page_size, head_dim)
+        row = head_dim * dtype.itemsize
+        self._layout = layers * kv_heads, pages * page_size * row, row  # planes, and bytes of a plane and of a row
         # Left uninitialised: no position is read before it is written, and a CPU maps memory only when it is touched.
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
@@ -297,5 +307,11 @@ class KVCache:
                 if node != i:
                     source.append(self.kv_index(pages, num_cached + node))
                     target.append(self.kv_index(pages, num_cached + i))
-        if source:
+        if not source:
+            return
+        if self.native is None:
             kernels.kv_commit(self.k, self.v, source, target)
+            return
+        before, after = array("q", source), array("q", target)
+        for cache in self.place[:2]:
+            self.native.move(cache, *self._layout, before.buffer_info()[0], after.buffer_info()[0], len(before))

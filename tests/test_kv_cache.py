@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from minispec.kv_cache import KVCache, OutOfPages, PagePool
+from native_library import needs_machine
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -74,8 +75,11 @@ def test_check_finds_leaks_and_double_owners():
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_commit_moves_scattered_nodes_to_the_front(page_size):
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_machine)])
+def test_commit_moves_scattered_nodes_to_the_front(page_size, native, request):
     kv = KVCache(layers=2, kv_heads=3, head_dim=4, pages=80, page_size=page_size, dtype=torch.float32, device="cpu")
+    if native:
+        kv.native = request.getfixturevalue("team").library
     kv.k.normal_()
     kv.v.normal_()
     pages = torch.randperm(80).tolist()
@@ -95,6 +99,7 @@ def test_commit_moves_scattered_nodes_to_the_front(page_size):
         assert torch.equal(kv.v[:, :, target], v[:, :, source])
         prefix = index([kv.kv_index(p, i) for i in range(n)], dtype=torch.int64)
         assert torch.equal(kv.k[:, :, prefix], k[:, :, prefix])
+        assert torch.equal(kv.v[:, :, prefix], v[:, :, prefix])
 
 
 @pytest.mark.parametrize("source", [[2], [1, 2, 3], [7, 3, 4, 0, 9], []])

@@ -93,7 +93,7 @@ def build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         made = Path(folder) / path.name
-        _run([command, *FLAGS, "-o", str(made), str(SOURCES / "step.cpp")], "the C++ compiler")
+        _run([command, *FLAGS, "-o", str(made), *map(str, sorted(SOURCES.glob("*.cpp")))], "the C++ compiler")
         # a wrong instruction ends the process it runs in: not this one
         _run([sys.executable, "-c", _SELF_TEST, str(made)], "the self-test of the compiled step")
         os.replace(made, path)

@@ -247,6 +247,7 @@ def test_is_adopted_and_drafts(
     runner, drafter = drafting(eagle_folder(tmp_path / "head", AUTHORS))
     assert Compilation([runner, *drafter.runners], threads=2, cached=cached).start().phase is Phase.READY
     assert isinstance(drafter._runner._forward, CompiledHead)
+    assert runner.kv.native is not None
     assert isinstance(drafter._head.weights.fc, PackedLinear)
     assert not hasattr(drafter._head.output, "weight")  # there is one copy
     texts = [[(31 * i + 7 * n * i * i + n) % VOCAB for i in range(5 + 14 * n)] for n in range(5)]
