@@ -56,7 +56,7 @@ class Drafting:
         self._at = at
         self._plain: set[Slot] = set()  # slots that are not drafted for any more; the drafter knows nothing of them
         self._failures = 0  # proposals that failed in a row
-        self._guided: dict[Slot, Guided] = {}  # of the last proposal
+        self._guided: dict[Slot, Guided] = {}  # of the last proposal, where a grammar forces something
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -99,10 +99,11 @@ class Drafting:
         drafting: list[tuple[Slot, int]] = []
         for slot, count in zip(plan.decoding, max_nodes, strict=True):
             count = min(count, slot.request.params.speculation.max_nodes or count)
-            forced[slot] = forced_tokens(slot.request, min(count - 1, spare))
-            spare -= len(forced[slot])
+            if tokens := forced_tokens(slot.request, min(count - 1, spare)):
+                forced[slot] = tokens
+                spare, count = spare - len(tokens), count - len(tokens)
             if slot not in self._plain:
-                drafting.append((slot, count - len(forced[slot])))
+                drafting.append((slot, count))
         tree_budget = spare + len(trees)
         if drafting:
             slots, counts = zip(*drafting, strict=True)
@@ -113,8 +114,9 @@ class Drafting:
                 trees.update(zip(slots, proposed, strict=True))
             except Exception as error:
                 self._blame(slots, counts, tree_budget - others, prefill, error)
-        self._guided = {slot: Guided.merge(tree, forced[slot]) for slot, tree in trees.items()}
-        return [guided.tree for guided in self._guided.values()]
+        self._guided = {slot: Guided.merge(trees[slot], tokens) for slot, tokens in forced.items()}
+        trees.update((slot, guided.tree) for slot, guided in self._guided.items())
+        return list(trees.values())
 
     def observe(self, slot: Slot, tapped: Tapped) -> None:
         """Hand the drafter the slot's rows of the tapped hidden states."""
@@ -126,22 +128,24 @@ class Drafting:
 
     def sources(self, slot: Slot, tree: DraftTree) -> Sequence[tuple[str, ...]]:
         """Who proposed each node of the tree that was verified: the last proposal, or its root."""
-        guided = self._verified(slot, tree)
-        drafted: Sequence[tuple[str, ...]] = [()] * len(guided.drafted)
+        guided = self._guiding(slot, tree)
+        own = tree if guided is None else guided.drafted
+        drafted: Sequence[tuple[str, ...]] = [()] * len(own)
         if slot not in self._plain:
             try:
-                drafted = self.drafter.sources(slot, guided.drafted)
+                drafted = self.drafter.sources(slot, own)
             except Exception as error:
                 self._stop(slot, error)
-        return guided.sources(drafted)
+        return drafted if guided is None else guided.sources(drafted)
 
     def accept(self, slot: Slot, tree: DraftTree, acceptance: Acceptance) -> None:
         """Tell what became of the tree; the text has grown already."""
         if slot not in self._plain:
             try:
-                guided = self._verified(slot, tree)
-                drafted = self.drafter.sources(slot, guided.drafted)
-                self.budget.learn(slot, guided.drafted, drafted, guided.drafters_part(acceptance))
+                own, reached = tree, acceptance
+                if (guided := self._guiding(slot, tree)) is not None:
+                    own, reached = guided.drafted, guided.drafters_part(acceptance)
+                self.budget.learn(slot, own, self.drafter.sources(slot, own), reached)
                 self.drafter.accept(slot, tree, acceptance)
             except Exception as error:
                 self._stop(slot, error)
@@ -175,9 +179,10 @@ class Drafting:
         self._failures = 0
         return trees
 
-    def _verified(self, slot: Slot, tree: DraftTree) -> Guided:
+    def _guiding(self, slot: Slot, tree: DraftTree) -> Guided | None:
+        """What a grammar adds to the tree that was verified, if it does."""
         guided = self._guided.get(slot)
-        return guided if guided is not None and guided.tree is tree else Guided(tree, tree)
+        return guided if guided is not None and guided.tree is tree else None
 
     def _blame(
         self, slots: Sequence[Slot], max_nodes: Sequence[int], tree_budget: int, prefill: Prefill, error: Exception

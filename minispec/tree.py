@@ -5,13 +5,14 @@ Tree-masked verification: SpecInfer (Miao et al. 2023, arXiv 2305.09781, section
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le, lt
 
 MAX_NODES = 256
 """Most nodes one tree may have, root included; the attention kernels are built for it."""
+_LEAF: dict[int, int] = {}  # the children of every node that has none; stays empty
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,12 @@ class DraftTree:
         return tuple(bits)
 
     @cached_property
-    def children(self) -> tuple[dict[int, int], ...]:
+    def children(self) -> Sequence[Mapping[int, int]]:
         """Per node: child token → child index."""
-        children: tuple[dict[int, int], ...] = tuple({} for _ in self.tokens)
+        children: list[dict[int, int]] = [_LEAF] * len(self)
         for i, (parent, token) in enumerate(zip(self.parents[1:], self.tokens[1:], strict=True), 1):
+            if children[parent] is _LEAF:
+                children[parent] = {}
             children[parent][token] = i
         return children
 

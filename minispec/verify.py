@@ -41,6 +41,8 @@ def verify(tree: DraftTree, samples: Sequence[int]) -> Acceptance:
         tree: the proposed tree.
         samples: the target's token after each node; ``len(samples) == len(tree)``.
     """
+    if len(tree) == 1:
+        return Acceptance((0,), (samples[0],))
     path = [0]
     tokens = [samples[0]]
     while (child := tree.children[path[-1]].get(tokens[-1])) is not None:

@@ -118,6 +118,8 @@ class CompiledHead:
         self._fused, self._picked = Scratch(self._size, torch.bfloat16), Scratch(self._size, torch.bfloat16)
         self._g = [Scratch(self._size, torch.bfloat16) for _ in range(2)]  # one is read while the other is written
         self._logits = Scratch(self._vocab, torch.float32)
+        # what the last calls have written: the tensor, its address and its rows, which torch takes 50 µs to tell
+        self._written: list[tuple[Tensor, int, int]] = []
         layers = (LayerStruct * shape.num_layers)()
         for struct, layer in zip(layers, self._weights.layers, strict=True):
             struct.input_norm, struct.post_norm = pointer(layer.input_norm), pointer(layer.post_norm)
@@ -160,13 +162,14 @@ class CompiledHead:
         self.team.library.linear(
             self.team.handle, byref(fc.struct), features, fc.in_features, count, address, self._size, False
         )
+        self._written = [(fused, address, count)]
         return fused
 
     def __call__(
         self, batch: StepBatch, gaps: Sequence[int], hidden: Tensor, rows: Sequence[int] | None, kv: KVCache
     ) -> tuple[Tensor, Tensor]:
         """Arguments and result as in ``HeadForward``; g lies where the call after the next writes its own."""
-        place = hidden.data_ptr()
+        place, _ = self._where(hidden)
         if rows is not None:
             stride = 2 * self._size
             _, own = self._picked(len(rows))
@@ -175,20 +178,29 @@ class CompiledHead:
             place = own
         positions = batch.positions_after(gaps)
         self._g.reverse()
-        (g, g_at), (logits, logits_at) = self._g[0](batch.samples), self._logits(batch.samples)
+        count = batch.samples
+        (g, g_at), (logits, logits_at) = self._g[0](count), self._logits(count)
         step = StepStruct(BatchStruct.of(batch), self._layers, 0, None, None, *kv.place, logits_at)
         head_step = EagleStepStruct(step, positions.buffer_info()[0], place, g_at)
         self.team.library.eagle(self.team.handle, byref(self._struct), byref(head_step))
+        self._written = [(g, g_at, count), (logits, logits_at, count)]
         return g, logits
 
     def best(self, logits: Tensor, k: int) -> Best:
         """As in ``HeadForward``; equal tokens come in the order of their indices."""
-        rows = len(logits)
+        place, rows = self._where(logits)
         tokens, values = array("q", bytes(8 * rows * k)), array("f", bytes(4 * rows * k))
         self.team.library.best(
-            self.team.handle, logits.data_ptr(), rows, self._vocab, k, self._ids_at, tokens.buffer_info()[0],
+            self.team.handle, place, rows, self._vocab, k, self._ids_at, tokens.buffer_info()[0],
             values.buffer_info()[0],
         )  # fmt: skip
         ids, scores = tokens.tolist(), values.tolist()
         starts = range(0, rows * k, k)
         return [ids[i : i + k] for i in starts], [scores[i : i + k] for i in starts]
+
+    def _where(self, tensor: Tensor) -> tuple[int, int]:
+        """Address and rows."""
+        for own, address, rows in self._written:
+            if own is tensor:
+                return address, rows
+        return tensor.data_ptr(), len(tensor)
