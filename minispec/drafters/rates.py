@@ -32,7 +32,7 @@ class Rates:
     def __getitem__(self, kind: int) -> float:
         """The rate of a kind, within [0.001, 0.995]: nothing is impossible, and nothing goes without saying."""
         rate = (self._hits[kind] + PRIOR * self._prior[kind]) / (self._tries[kind] + PRIOR)
-        return min(max(rate, 1e-3), 0.995)
+        return 1e-3 if rate < 1e-3 else 0.995 if rate > 0.995 else rate
 
     def record(self, kind: int, hit: bool, weight: float = 1.0) -> None:
         """Count a guess of which the outcome is known."""

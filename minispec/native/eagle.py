@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
-from ctypes import byref, memmove
+from ctypes import byref
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -147,17 +149,18 @@ class CompiledHead:
         if self._struct.version == 1 or self._weights.fc_norm is not None or not all(t.taps.memory for t in tapped):
             return self._head.fuse(features_of(tapped))
         assert isinstance(fc, PackedLinear)
+        gather = self.team.library.gather
         count = sum([len(rows) for _, rows in tapped])
         _, features = self._features(count)
         at = features
-        for taps, rows in tapped:
+        for taps, group in itertools.groupby(tapped, key=itemgetter(0)):
+            own = array("q", [row for _, rows in group for row in rows])
             assert taps.memory is not None
-            (layers, height, size), (first, _) = taps.shape, taps.memory.buffer_info()
-            places = [first + 2 * size * height * layer for layer in range(layers)]
-            for row in rows:
-                for place in places:
-                    memmove(at, place + 2 * size * row, 2 * size)
-                    at += 2 * size
+            (layers, height, size), (memory, _), (index, _) = taps.shape, taps.memory.buffer_info(), own.buffer_info()
+            width = 2 * size  # bytes
+            for layer in range(layers):
+                gather(at + width * layer, width * layers, memory + width * height * layer, width, index, len(own))
+            at += width * layers * len(own)
         fused, address = self._fused(count)
         self.team.library.linear(
             self.team.handle, byref(fc.struct), features, fc.in_features, count, address, self._size, False
@@ -171,10 +174,9 @@ class CompiledHead:
         """Arguments and result as in ``HeadForward``; g lies where the call after the next writes its own."""
         place, _ = self._where(hidden)
         if rows is not None:
-            stride = 2 * self._size
-            _, own = self._picked(len(rows))
-            for i, row in enumerate(rows):
-                memmove(own + stride * i, place + stride * row, stride)
+            index, width = array("q", rows), 2 * self._size
+            _, own = self._picked(len(index))
+            self.team.library.gather(own, width, place, width, index.buffer_info()[0], len(index))
             place = own
         positions = batch.positions_after(gaps)
         self._g.reverse()
