@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from minispec.allot import Prefill, allot, choose
@@ -294,7 +294,8 @@ class AutoBudget:
                     layers[depth] = tokens + 1 - _TRUST, count
                 else:
                     others += 1 - _TRUST
-            self._account(record, replace(part, layers=layers, others=others))
+            part.layers, part.others = layers, others
+            self._account(record, part)
         record.pending = []
         for name in set().union(*sources[1:]):
             member, gate = self._member(name), record.gate(name)

@@ -106,6 +106,8 @@ class Growth:
     def tree(self) -> DraftTree:
         """The best ``max_nodes`` nodes: closed under taking the parent, as values fall along a path."""
         tokens, parents, values = self.tokens, self.parents, self.values
+        if len(tokens) <= self.max_nodes:
+            return DraftTree(tuple(tokens), tuple(parents), tuple(values))
         # the sort is stable, in reverse too, and parents precede children, so ties keep the parent first
         kept = sorted(sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[: self.max_nodes])
         index = {node: i for i, node in enumerate(kept)}

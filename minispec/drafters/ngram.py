@@ -106,7 +106,11 @@ class NgramDrafter(BaseDrafter):
         found = text.seen.get(tokens[last], ())[-MAX_OCCURRENCES:]
         if max_nodes <= 1 or not found:
             return DraftTree.root(tokens[last])
-        occurrences = [(position, self._agreement(tokens, position)) for position in found]
+        before = tokens[last - 1]  # mostly something else
+        occurrences = [
+            (position, self._agreement(tokens, position) if position and tokens[position - 1] == before else 1)
+            for position in found
+        ]
 
         tree_tokens, parents, values, depths = [tokens[last]], [-1], [0.0], [0]
         text.agreement = [0]
@@ -127,17 +131,18 @@ class NgramDrafter(BaseDrafter):
             if len(at) == 1:  # mostly, a few tokens on
                 [(position, agreement)] = at
                 if position < last:
-                    behind = [(position + 1, min(agreement + 1, MAX_AGREEMENT))]
+                    behind = [(position + 1, agreement + 1 if agreement < MAX_AGREEMENT else MAX_AGREEMENT)]
                     push(node, tokens[position + 1], agreement, 1.0, 1.0, behind)
                 return
             # token → (weight, longest agreement, the occurrences that go on with it)
             groups: dict[int, tuple[float, int, _Places]] = {}
             for position, agreement in at:
                 if position < last:
-                    own = (position + 1, min(agreement + 1, MAX_AGREEMENT))
-                    weight, longest, group = groups.get(tokens[position + 1]) or (0.0, 0, [])
-                    group.append(own)
-                    groups[tokens[position + 1]] = (weight + _WEIGHTS[agreement], max(longest, agreement), group)
+                    token = tokens[position + 1]
+                    weight, longest, group = groups.get(token) or (0.0, 0, [])
+                    group.append((position + 1, agreement + 1 if agreement < MAX_AGREEMENT else MAX_AGREEMENT))
+                    longest = agreement if agreement > longest else longest
+                    groups[token] = (weight + _WEIGHTS[agreement], longest, group)
             total = sum([weight for weight, _, _ in groups.values()])
             for token, (weight, longest, group) in groups.items():
                 push(node, token, longest, weight, total, group)
