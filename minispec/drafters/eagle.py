@@ -199,9 +199,9 @@ class EagleDrafter(GrowingDrafter[_State]):
     def _children_of(self, rows: Sequence[tuple[Request, int]], logits: Tensor) -> Best:
         if all(request.params.greedy for request, _ in rows):
             return self._runner.best(logits, self._children)
-        if self.noise.native is not None:  # which has NaN, too, for the values of a row that is not finite
-            tokens, values = self._best_children(logits, SamplingBatch.build(rows))
-            return tokens.tolist(), values.tolist()
+        if (native := self.noise.native) is not None:
+            sampling = SamplingBatch.build(rows)
+            return native.children(logits, sampling, self.noise, self._children, self._head.vocabulary.ids)
         return super()._children_of(rows, logits)
 
     def _best_children(self, logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:

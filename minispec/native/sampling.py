@@ -4,9 +4,12 @@ in torch, up to the rounding of sums, several times as fast."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_void_p
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +17,9 @@ from torch import Tensor
 from minispec.native.library import DrawsStruct, Team
 from minispec.sampling import Noise, SamplingBatch
 from minispec.upload import tensor_of
+
+if TYPE_CHECKING:
+    from minispec.drafters.grow import Best
 
 
 class NativeSampling:
@@ -62,7 +68,7 @@ class NativeSampling:
         """
         rows, vocab = logits.shape
         tokens = array("q", bytes(8 * rows))
-        draws = _Greedy(rows) if sampling is None else _Draws(sampling, noise)
+        draws = _Greedy(rows) if sampling is None else _Draws(sampling, noise.names, partial(_kept, noise))
         self._team.library.sample(
             self._team.handle, byref(draws.struct), logits.data_ptr(), rows, vocab, tokens.buffer_info()[0]
         )
@@ -74,12 +80,47 @@ class NativeSampling:
         rows, vocab = logits.shape
         tokens = torch.empty((rows, k), dtype=torch.int64)
         values = torch.empty((rows, k))
-        draws = _Draws(sampling, noise)
+        draws = _Draws(sampling, noise.names, partial(_kept, noise))
         self._team.library.children(
             self._team.handle, byref(draws.struct), logits.data_ptr(), rows, vocab, k, None, tokens.data_ptr(),
             values.data_ptr(),
         )  # fmt: skip
         return tokens, values
+
+    def children(self, logits: Tensor, sampling: SamplingBatch, noise: Noise, k: int, ids: Tensor | None) -> Best:
+        """The same as lists, hardly with a call into torch, of logits that belong to some of the vocabulary.
+
+        Args:
+            logits: [n, vocab] float32, contiguous.
+            noise: of all of the vocabulary.
+            ids: [vocab] int64, which tokens they are of; None where these are the indices.
+        """
+        rows, vocab = logits.shape
+        tokens, values = array("q", bytes(8 * rows * k)), array("f", bytes(4 * rows * k))
+        draws = _Draws(sampling, ids, partial(_kept, noise) if ids is None else partial(self._noise_at, ids, vocab))
+        self._team.library.children(
+            self._team.handle, byref(draws.struct), logits.data_ptr(), rows, vocab, k, draws.struct.names,
+            tokens.buffer_info()[0], values.buffer_info()[0],
+        )  # fmt: skip
+        names, scores = tokens.tolist(), values.tolist()
+        starts = range(0, rows * k, k)
+        return [names[i : i + k] for i in starts], [scores[i : i + k] for i in starts]
+
+    def _noise_at(self, ids: Tensor, count: int, keys: Sequence[tuple[int, int]]) -> _Noise:
+        distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        pairs, noise = array("q", itertools.chain.from_iterable(distinct)), array("f", bytes(4 * count * len(distinct)))
+        (given, _), (first, _) = pairs.buffer_info(), noise.buffer_info()
+        self._team.library.gumbel_at(self._team.handle, given, ids.data_ptr(), 0, len(distinct), count, first)
+        return noise, [first + 4 * count * distinct[key] for key in keys]
+
+
+_Noise = tuple[object, list[int]]
+"""What holds rows of noise, and where each lies."""
+
+
+def _kept(noise: Noise, keys: Sequence[tuple[int, int]]) -> _Noise:
+    rows = noise.each(keys)
+    return rows, [row.data_ptr() for row in rows]
 
 
 class _Greedy:
@@ -91,20 +132,32 @@ class _Greedy:
 
 
 class _Draws:
-    """A SamplingBatch and the noise of its rows, for a call; keeps what the struct points to."""
+    """A SamplingBatch and the noise of its rows, for a call; keeps what the struct points to.
 
-    def __init__(self, sampling: SamplingBatch, noise: Noise) -> None:
+    Args:
+        sampling: how each row is drawn.
+        names: [vocab] int64, the tokens whose noise it is; None where they are the indices.
+        noise: of (seed, position) pairs, [vocab] float32 each.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingBatch,
+        names: Tensor | None,
+        noise: Callable[[Sequence[tuple[int, int]]], _Noise],
+    ) -> None:
         arrays = sampling.arrays
         pointers = (c_void_p * len(sampling.keys))()
+        held: object = None
         # limited rows want noise for their support only, which is computed there; greedy ones want none
         if not sampling.greedy:
             settings = zip(*[arrays[name] for name in ("temperature", "top_k", "top_p", "min_p")], strict=True)
             rows = [i for i, (t, k, p, m) in enumerate(settings) if t > 0 and k == 0 and p == 1 and m == 0]
-            self._noise = noise.each([sampling.keys[i] for i in rows])
-            for i, row in zip(rows, self._noise, strict=True):
-                pointers[i] = row.data_ptr()
-        names = noise.names
-        self._held = sampling, names
+            if rows:
+                held, addresses = noise([sampling.keys[i] for i in rows])
+                for i, address in zip(rows, addresses, strict=True):
+                    pointers[i] = address
+        self._held = sampling, names, held
         temperature, top_k, top_p, min_p, keys = [values.buffer_info()[0] for values in arrays.values()]
         self.struct = DrawsStruct(
             temperature, top_k, top_p, min_p, keys, None if names is None else names.data_ptr(),

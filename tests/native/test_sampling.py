@@ -161,6 +161,22 @@ def test_children_of_a_part_of_the_vocabulary(native: NativeSampling) -> None:
     assert torch.equal(got[values > float("-inf")], expected[values > float("-inf")])
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_children_as_lists(part: bool, native: NativeSampling) -> None:
+    """Of rows of every kind, two of which share their noise."""
+    ids = torch.randperm(3000, generator=torch.Generator().manual_seed(5))[:700] if part else None
+    sampling = batch([{"temperature": 0.8, **own} for own in (*LIMITS, {}, {}, {"temperature": 0.0})])
+    size = 700 if part else 3000
+    logits = torch.randn((len(sampling.keys), size), generator=torch.Generator().manual_seed(6)) * 3
+    logits[1, 4] = float("nan")
+    noise = with_native(Noise(3000), native)
+    tokens, values = native.children(logits, sampling, noise, 6, ids)
+    wanted, worth = native.top_children(logits, sampling, noise if ids is None else NoiseOf(noise, ids), 6)
+    assert tokens == (wanted if ids is None else ids[wanted]).tolist()
+    torch.testing.assert_close(torch.tensor(values), worth, rtol=0, atol=0, equal_nan=True)
+    assert native.children(logits[:0], batch([]), noise, 6, ids) == ([], [])
+
+
 def test_a_row_depends_on_itself_alone(native: NativeSampling) -> None:
     params = [{"temperature": 0.8, **own} for own in LIMITS]
     logits = torch.randn((len(params), 1500), generator=torch.Generator().manual_seed(1))
