@@ -62,7 +62,8 @@ class Runner(Protocol):
     vocab_size: int
 
     def forward(self, spans: Sequence[Span], *, taps: Taps | None = None) -> Tensor:
-        """Write the rows' KV; return the logits of the sampled rows, float32 [samples, vocab_size]."""
+        """Write the rows' KV; return the logits of the sampled rows, float32 [samples, vocab_size], good until the next
+        forward."""
 
 
 class Engine:

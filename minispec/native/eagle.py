@@ -103,7 +103,7 @@ def pack(team: Team, packer: Team, head: EagleHead) -> None:
 
 
 class CompiledHead:
-    """``HeadForward`` in one call, for a head whose weights are packed.
+    """``HeadForward`` in one call, for a head whose weights are packed. For one thread at a time.
 
     Attributes:
         team: the threads that run it.

@@ -202,7 +202,7 @@ def plain_layer(layer: Layer, packer: Team) -> Layer:
 
 
 class CompiledForward:
-    """``Llama.forward`` in one call, for a model whose layers and head are packed.
+    """``Llama.forward`` in one call, for a model whose layers and head are packed. For one thread at a time.
 
     Attributes:
         team: the threads that run it.
