@@ -14,7 +14,7 @@ from typing import Protocol
 
 from minispec.allot import Prefill, allot, choose
 from minispec.calibration import Calibration, Outcome, Ratio, Source
-from minispec.costs import DraftCost, RunningCost, StepCost
+from minispec.costs import Bookkeeping, DraftCost, RunningCost, StepCost
 from minispec.drafters.base import Drafter
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -34,8 +34,7 @@ _FREE_ROOM = 32  # nodes of a slot in a crowd, where a drafter that is free is a
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
 _LOOK = 4  # steps after which several slots are looked at again, where a drafter rests
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
-_RECKONING = 1e-4
-"""Seconds that a slot with a tree costs in Python, beside drafting and forward: cutting, learning, keeping books."""
+_STAY = 1.02  # what the other must promise, where several slots are drafted for or not: coming back means to read up
 _MISJUDGED = 4.0  # how much likelier than its drafter says a node may be
 _LEAST_HIT = 0.5  # of what is reached, what another layer is reckoned to gain at least
 _FIRST = 3  # proposals that are made before it is asked whether they pay
@@ -63,8 +62,8 @@ class Budget(Protocol):
     def drafted(self, drafter: Drafter, slots: int, depth: int, seconds: float) -> None:
         """A proposal for ``slots`` slots, at most ``depth`` layers deep, took ``seconds``."""
 
-    def observe(self, rows: int, slots: int, seconds: float) -> None:
-        """A step without prefill chunks took ``seconds``, forward and sampling."""
+    def observe(self, rows: int, slots: int, seconds: float, rest: float) -> None:
+        """A step without prefill chunks took ``seconds``, forward and sampling, and ``rest`` for all else."""
 
     def end(self, slot: Slot) -> None:
         """The slot's request ended, or was preempted."""
@@ -89,7 +88,7 @@ class FixedBudget:
     def drafted(self, drafter: Drafter, slots: int, depth: int, seconds: float) -> None:
         pass
 
-    def observe(self, rows: int, slots: int, seconds: float) -> None:
+    def observe(self, rows: int, slots: int, seconds: float, rest: float) -> None:
         pass
 
     def end(self, slot: Slot) -> None:
@@ -215,6 +214,7 @@ class AutoBudget:
 
     def __init__(self, start: StepCost) -> None:
         self._cost = RunningCost(start)
+        self._books = Bookkeeping()
         self._calibration = Calibration()
         self._members: dict[str, _MemberRecord] = {}
         self._slots: dict[Slot, _SlotRecord] = {}
@@ -317,8 +317,9 @@ class AutoBudget:
                 own, layers = own + member.seconds, member.grown
             record.cost.observe(slots, layers, own, steady=record.steady)
 
-    def observe(self, rows: int, slots: int, seconds: float) -> None:
+    def observe(self, rows: int, slots: int, seconds: float, rest: float) -> None:
         self._cost.observe(rows, slots, seconds)
+        self._books.observe(slots, len(self._asked), rest - self._draft_seconds)
 
     def end(self, slot: Slot) -> None:
         self._slots.pop(slot, None)
@@ -402,14 +403,14 @@ class AutoBudget:
         # what comes without this member
         tokens = len(slots) + prefill.tokens + outcome.others * len(able)
         rows = prefill.rows + len(slots) + outcome.beside * len(able)
-        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else 1.0)
+        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else _STAY if member.resting else 1 / _STAY)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
         counts = [*(count for count in _COUNTS if count < len(compared)), len(compared)]
         ratios = list(itertools.accumulate(ratio for ratio, _ in compared))
         for depth in (*(depth for depth in _DEPTHS if depth < len(totals) - 1), len(totals) - 1):
             gain, nodes = totals[depth]
             for count in counts:
-                seconds = line(rows + count * nodes) + member.cost(count, depth) + count * _RECKONING
+                seconds = line(rows + count * nodes) + member.cost(count, depth) + count * self._books.per_slot
                 if (rate := (tokens + ratios[count - 1] * gain) / seconds) > best:
                     best, choice = rate, ([i for _, i in compared[:count]], depth)
         return *choice, best

@@ -267,6 +267,7 @@ class Engine:
             EngineFailed: nothing can be computed any more.
             Exception: the scheduler failed. Nothing may be asked of the engine after either.
         """
+        start = self._clock()
         self._at("schedule", ())
         for slot in self.scheduler.admit(self._drafting.reusable):
             if not slot.request.preemptions:
@@ -287,18 +288,19 @@ class Engine:
             for slot, tree in zip(plan.decoding, self._drafting.propose(plan, max_nodes), strict=True)
         ]
         parts = [part for part in parts if not part.slot.request.finished]  # aborted while others were drafted for
-        begin = self._clock()
+        forward = -self._clock()
         results = isolate(parts, self._attempt, lambda: self.stage) if parts else []
         failed = [result for result in results if isinstance(result, Failed)]
+        forward += self._clock()
         self.stats.steps += 1
-        if not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
-            rows = sum(part.rows for part in parts)
-            self.budget.observe(rows, len(plan.decoding), self._clock() - begin)
         events = [event for result in results if (event := self._advance(result)) is not None]
         for event in events:
             if (reason := event.request.finish_reason) is not None:
                 slot = next(slot for slot in self.scheduler.running if slot.request is event.request)
                 self._release(slot, reason)
+        if not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
+            rows = sum(part.rows for part in parts)
+            self.budget.observe(rows, len(plan.decoding), forward, self._clock() - start - forward)
         if failed and len(failed) == len(results):
             self._probe(failed[0])
         return events

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minispec.calibration import Calibration, Outcome, Ratio
-from minispec.costs import DraftCost, RunningCost, StepCost
+from minispec.costs import Bookkeeping, DraftCost, RunningCost, StepCost
 from minispec.drafters import union
 from minispec.drafters.base import NoDrafter
 from minispec.drafters.union import UnionDrafter
@@ -317,6 +317,19 @@ def test_whatever_is_observed_a_step_costs_something(steps):
     for rows, slots, seconds in steps:
         cost.observe(rows, slots, seconds)
         assert cost.line.base >= 0 and cost.line.per_row >= 0 and 0 < cost.line(1) <= cost.line(64) < math.inf
+
+
+def test_bookkeeping_is_what_steps_with_trees_take_more():
+    books = Bookkeeping()
+    before = books.per_slot
+    for _ in range(50):
+        books.observe(8, 8, 3e-3)  # nothing to compare it with
+    assert books.per_slot == before
+    for step in range(200):
+        books.observe(8, 0, 1e-3)
+        books.observe(8, 4, 1e-3 + 4 * 2e-4 + (0.5 if step % 50 == 49 else 0.0))
+        books.observe(2, 2, 9e-3)  # of a crowd of another size
+    assert books.per_slot == pytest.approx(2e-4, rel=0.1)
 
 
 def test_the_cost_of_drafting_forgets_its_first_call():

@@ -40,7 +40,7 @@ from minispec.train.origin import Origin
 from minispec.train.prompts import Opening, opening
 from minispec.train.shards import ANSWER, GIVEN, Sample
 from minispec.train.target import Numerics, Target, numerics
-from minispec.train.trainer import GOING_ON, Quality, Settings, Trainer
+from minispec.train.trainer import Quality, Settings, Trainer, going_on
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class _Job:
             "negatives": 1024 if device == "cpu" else None,
         }
         if self._origin is not None:
-            base |= GOING_ON
+            base |= going_on(run.notes.get("steps", 0))
         if "steps" not in run.notes:
             trial = Trainer(head, examples, Settings(steps=1, **base))
             begun = time.monotonic()
@@ -324,6 +324,8 @@ class _Job:
                 checks = int(min(max(_LOOKING * left / look, 2), _CHECKS))
                 steps = int((left - checks * look) / seconds)
             run.note(steps=max(min(steps, _MOST_EPOCHS * epoch), 8), epoch=epoch, checks=checks)
+        if self._origin is not None:
+            base |= going_on(run.notes["steps"])
         return Settings(steps=run.notes["steps"], **base)
 
     def _look(self, examples: Sequence[Example]) -> None:
