@@ -14,7 +14,7 @@ from typing import Protocol
 
 from minispec.allot import Prefill, allot, choose
 from minispec.calibration import Calibration, Outcome, Ratio, Source
-from minispec.costs import Bookkeeping, DraftCost, RunningCost, StepCost
+from minispec.costs import DraftCost, RunningCost, StepCost, TreeCost
 from minispec.drafters.base import Drafter
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -214,7 +214,7 @@ class AutoBudget:
 
     def __init__(self, start: StepCost) -> None:
         self._cost = RunningCost(start)
-        self._books = Bookkeeping()
+        self._trees = TreeCost()
         self._calibration = Calibration()
         self._members: dict[str, _MemberRecord] = {}
         self._slots: dict[Slot, _SlotRecord] = {}
@@ -318,8 +318,10 @@ class AutoBudget:
             record.cost.observe(slots, layers, own, steady=record.steady)
 
     def observe(self, rows: int, slots: int, seconds: float, rest: float) -> None:
-        self._cost.observe(rows, slots, seconds)
-        self._books.observe(slots, len(self._asked), rest - self._draft_seconds)
+        line, trees = self._cost.line, len(self._asked)
+        further = line(rows) - line(slots)
+        self._cost.observe(rows, slots, seconds, trees > 0)
+        self._trees.observe(slots, trees, seconds - further + rest - self._draft_seconds)
 
     def end(self, slot: Slot) -> None:
         self._slots.pop(slot, None)
@@ -410,7 +412,7 @@ class AutoBudget:
         for depth in (*(depth for depth in _DEPTHS if depth < len(totals) - 1), len(totals) - 1):
             gain, nodes = totals[depth]
             for count in counts:
-                seconds = line(rows + count * nodes) + member.cost(count, depth) + count * self._books.per_slot
+                seconds = line(rows + count * nodes) + member.cost(count, depth) + count * self._trees.per_slot
                 if (rate := (tokens + ratios[count - 1] * gain) / seconds) > best:
                     best, choice = rate, ([i for _, i in compared[:count]], depth)
         return *choice, best

@@ -94,20 +94,24 @@ class RunningCost:
         self.line = start
         self._start = start
         self._scale = 1.0  # seconds now to seconds at start
-        self._slots = 0
+        self._kind = 0, False
         self._rows = 0.0
         self._seconds = 0.0
         self._xx = 0.0
         self._xy = 0.0
 
-    def observe(self, rows: int, slots: int, seconds: float) -> None:
-        """A decode step without prefill chunks took ``seconds``, forward and sampling."""
+    def observe(self, rows: int, slots: int, seconds: float, trees: bool = False) -> None:
+        """A decode step without prefill chunks took ``seconds``, forward and sampling.
+
+        Args:
+            trees: slots were drafted for, which costs something by itself (``TreeCost``).
+        """
         # One step says at most "twice" or "half": a hiccup is forgotten, a lasting change is followed within a dozen.
         expected = self.line(rows)
         seconds = min(max(seconds, expected / 2), expected * 2)
         bent = self.line.bent(rows)
         straight = seconds - bent
-        if slots == self._slots:
+        if (slots, trees) == self._kind:
             deviation = rows - self._rows
             # squares weigh outliers; a step that is off by more than a quarter tells nothing of rows
             told = min(max(seconds, expected * 0.75), expected * 1.25) - bent - self._seconds
@@ -116,7 +120,7 @@ class RunningCost:
             self._rows += self._LEVEL * deviation
             self._seconds += self._LEVEL * (straight - self._seconds)
         else:  # every slot brings a context of its own: its rows are not what makes the difference
-            self._slots, self._rows, self._seconds = slots, float(rows), straight
+            self._kind, self._rows, self._seconds = (slots, trees), float(rows), straight
         self._scale += self._LEVEL * (seconds / self._start(rows) - self._scale)
         slope = (self._xy + self._PRIOR * self._start.per_row * self._scale) / (self._xx + self._PRIOR)
         slope = min(max(slope, 0.0), seconds / rows)
@@ -125,30 +129,38 @@ class RunningCost:
         self.line = StepCost(max(base, 0.0), slope, bends)
 
 
-class Bookkeeping:
-    """Seconds that a slot with a tree takes of a step beside drafting and forward, in Python: merging, cutting.
+class TreeCost:
+    """Seconds that a slot with a tree takes of a step beside drafting and rows: in Python, for merging and cutting, and
+    in the forward, whose slots no longer have a row each.
 
-    Found by comparing steps with trees to steps without, of crowds of one size.
+    Found by comparing steps with trees to steps without, of as many slots and not long before: contexts grow.
 
     Attributes:
         per_slot: the current estimate.
     """
 
     _RATE = 0.05
+    _PLAIN_RATE = 0.3
     _START = 1e-4
+    _FRESH = 32  # steps for which a step without trees can be compared with
 
     def __init__(self) -> None:
         self.per_slot = self._START
-        self._plain: dict[int, float] = {}  # by DraftCost.size of the crowd
+        self._plain = 0.0  # what such steps take
+        self._slots = 0  # that they have
+        self._age = 0
 
     def observe(self, slots: int, trees: int, seconds: float) -> None:
-        """A step of ``slots`` slots, ``trees`` of them drafted for, took ``seconds`` beside drafting and forward."""
-        size = DraftCost.size(slots)
-        plain = self._plain.get(size)
+        """A step of ``slots`` slots, ``trees`` of them drafted for, took ``seconds``, drafting and more rows apart."""
+        self._age += 1
+        known = slots == self._slots and self._age < self._FRESH
         if trees == 0:
-            self._plain[size] = seconds if plain is None else plain + self._RATE * (min(seconds, 2 * plain) - plain)
-        elif plain is not None:
-            more = min(max((seconds - plain) / trees, 0.0), 4 * self._START)  # a hiccup is not bookkeeping
+            self._plain = (
+                self._plain + self._PLAIN_RATE * (min(seconds, 2 * self._plain) - self._plain) if known else seconds
+            )
+            self._slots, self._age = slots, 0
+        elif known:
+            more = min(max((seconds - self._plain) / trees, 0.0), 4 * self._START)  # a hiccup is not the trees' fault
             self.per_slot += self._RATE * (more - self.per_slot)
 
 

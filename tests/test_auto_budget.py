@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minispec.calibration import Calibration, Outcome, Ratio
-from minispec.costs import Bookkeeping, DraftCost, RunningCost, StepCost
+from minispec.costs import DraftCost, RunningCost, StepCost, TreeCost
 from minispec.drafters import union
 from minispec.drafters.base import NoDrafter
 from minispec.drafters.union import UnionDrafter
@@ -319,17 +319,30 @@ def test_whatever_is_observed_a_step_costs_something(steps):
         assert cost.line.base >= 0 and cost.line.per_row >= 0 and 0 < cost.line(1) <= cost.line(64) < math.inf
 
 
-def test_bookkeeping_is_what_steps_with_trees_take_more():
-    books = Bookkeeping()
-    before = books.per_slot
+def test_a_tree_costs_what_steps_with_trees_take_more():
+    cost = TreeCost()
+    before = cost.per_slot
     for _ in range(50):
-        books.observe(8, 8, 3e-3)  # nothing to compare it with
-    assert books.per_slot == before
-    for step in range(200):
-        books.observe(8, 0, 1e-3)
-        books.observe(8, 4, 1e-3 + 4 * 2e-4 + (0.5 if step % 50 == 49 else 0.0))
-        books.observe(2, 2, 9e-3)  # of a crowd of another size
-    assert books.per_slot == pytest.approx(2e-4, rel=0.1)
+        cost.observe(8, 8, 30.0)  # nothing to compare it with
+    assert cost.per_slot == before
+    for step in range(400):
+        context = step * 1e-6
+        cost.observe(8, 0, context + 1e-3)
+        cost.observe(8, 4, context + 1e-3 + 4 * 2e-4 + (0.5 if step % 50 == 49 else 0.0))
+        cost.observe(2, 2, 9.0)  # of another crowd
+    assert cost.per_slot == pytest.approx(2e-4, rel=0.15)
+    for _ in range(1000):
+        cost.observe(8, 4, 8.0)  # longer contexts by then
+    assert cost.per_slot < 4e-4
+
+
+def test_what_trees_cost_by_themselves_is_not_the_rows():
+    cost, rng = RunningCost(StepCost(10.0, 0.3)), random.Random(0)
+    for step in range(600):
+        trees = step % 20 >= 10
+        rows = 8 + trees * rng.randint(1, 12)
+        cost.observe(rows, 8, 10.0 + 0.3 * rows + 1.5 * trees, trees)
+    assert cost.line.per_row == pytest.approx(0.3, rel=0.05)
 
 
 def test_the_cost_of_drafting_forgets_its_first_call():
