@@ -39,9 +39,9 @@ class Taps:
 
     Attributes:
         layers: see above.
-        memory: the hidden states one behind the other, bfloat16, where a forward on the host gives them so: compiled
+        memory: the hidden states row by row, bfloat16, where a forward on the host gives them so: compiled
             code reads them there, and tensors are made when they are asked for (``upload.tensor_of`` says why).
-        shape: of ``memory``: (layers that ran, rows, hidden).
+        shape: of ``memory``: (rows, layers that ran, hidden).
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
@@ -60,13 +60,15 @@ class Taps:
     def hidden(self) -> list[Tensor]:
         """Per tapped layer that ran [rows, hidden] in the model's dtype."""
         if self.memory and not self._hidden:
-            self._hidden = list(torch.frombuffer(self.memory, dtype=torch.bfloat16).view(self.shape).unbind(0))
+            self._hidden = list(torch.frombuffer(self.memory, dtype=torch.bfloat16).view(self.shape).unbind(1))
         return self._hidden
 
     @property
     def features(self) -> Tensor:
         """[rows, len(layers) * hidden], the tapped layers side by side."""
-        if self._features is None:
+        if self._features is None and self.memory:
+            self._features = torch.frombuffer(self.memory, dtype=torch.bfloat16).view(self.shape[0], -1)
+        elif self._features is None:
             self._features = torch.cat(self.hidden, dim=-1)
             self._hidden = list(self._features.chunk(len(self.layers), dim=-1))  # the others need not be kept
         return self._features

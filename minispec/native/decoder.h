@@ -33,7 +33,7 @@ struct Step {
   Batch batch;
   int32_t depth, taps;        // layers to run, hidden states wanted
   const int32_t* tap_layers;  // [taps] ascending
-  bf16* tapped;               // [taps, rows, hidden]
+  bf16* tapped;               // [rows, taps, hidden]
   bf16 *k, *v;                // [layers, kv_heads, positions, head_dim]
   int64_t layer_stride, head_stride;  // elements
   float* logits;              // [samples, vocab]

@@ -156,11 +156,9 @@ class CompiledHead:
         for taps, group in itertools.groupby(tapped, key=itemgetter(0)):
             own = array("q", [row for _, rows in group for row in rows])
             assert taps.memory is not None
-            (layers, height, size), (memory, _), (index, _) = taps.shape, taps.memory.buffer_info(), own.buffer_info()
-            width = 2 * size  # bytes
-            for layer in range(layers):
-                gather(at + width * layer, width * layers, memory + width * height * layer, width, index, len(own))
-            at += width * layers * len(own)
+            width = 2 * fc.in_features  # bytes
+            gather(at, taps.memory.buffer_info()[0], width, own.buffer_info()[0], len(own))
+            at += width * len(own)
         fused, address = self._fused(count)
         self.team.library.linear(
             self.team.handle, byref(fc.struct), features, fc.in_features, count, address, self._size, False
@@ -176,7 +174,7 @@ class CompiledHead:
         if rows is not None:
             index, width = array("q", rows), 2 * self._size
             _, own = self._picked(len(index))
-            self.team.library.gather(own, width, place, width, index.buffer_info()[0], len(index))
+            self.team.library.gather(own, place, width, index.buffer_info()[0], len(index))
             place = own
         positions = batch.positions_after(gaps)
         self._g.reverse()

@@ -201,7 +201,7 @@ class Library:
         self.gumbel_at.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p]
         self.gumbel_at.restype = None
         self.gather = lib.minispec_gather
-        self.gather.argtypes, self.gather.restype = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64], None
+        self.gather.argtypes, self.gather.restype = [c_void_p, c_void_p, c_int64, c_void_p, c_int64], None
         self.move = lib.minispec_move
         self.move.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]
         self.move.restype = None

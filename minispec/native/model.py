@@ -235,7 +235,7 @@ class CompiledForward:
         if taps is not None:
             # what ``Llama.forward`` would see on the way: not the layers behind the last that runs
             wanted = array("i", [layer for layer in taps.layers if layer <= depth])
-            taps.shape = len(wanted), batch.rows, model.config.hidden_size
+            taps.shape = batch.rows, len(wanted), model.config.hidden_size
             taps.memory = tapped = array("H", bytes(2 * math.prod(taps.shape)))
             step.taps, step.tap_layers, step.tapped = len(wanted), wanted.buffer_info()[0], tapped.buffer_info()[0]
         self.team.library.forward(self.team.handle, byref(self._struct), byref(step))

@@ -5,9 +5,9 @@
 
 extern "C" {
 
-// `count` rows of `from`, which are `size` bytes each, one behind the other to places `stride` bytes apart.
-void minispec_gather(char* to, int64_t stride, const char* from, int64_t size, const int64_t* rows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * stride, from + rows[i] * size, size);
+// `count` rows of `from`, which are `size` bytes each, one behind the other.
+void minispec_gather(char* to, const char* from, int64_t size, const int64_t* rows, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * size, from + rows[i] * size, size);
 }
 
 // Moves in a KV cache, see KVCache.commit in minispec/kv_cache.py: in each of `planes` of memory, `stride` bytes apart, row

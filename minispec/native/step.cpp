@@ -132,7 +132,7 @@ class Runner {
         if (i) add_to(d.stream.row(r), d.added.row(r), m.hidden);
         for (int t = 0; t < s.taps; ++t)
           if (s.tap_layers[t] == i)
-            std::memcpy(s.tapped + (static_cast<int64_t>(t) * b.rows + r) * m.hidden, d.stream.row(r),
+            std::memcpy(s.tapped + (static_cast<int64_t>(r) * s.taps + t) * m.hidden, d.stream.row(r),
                         sizeof(bf16) * m.hidden);
         if (i < s.depth) d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.input);
       });
