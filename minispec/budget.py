@@ -23,7 +23,7 @@ from minispec.verify import Acceptance
 FREE = 0.04
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
-_DOUBT = 1.08  # what it may seem to cost for one: who drafts goes on learning what it brings
+_DOUBT = 1.08  # what it may seem to cost: who drafts goes on learning what it brings, who comes back has to read up
 _FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
 _PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
@@ -34,7 +34,6 @@ _FREE_ROOM = 32  # nodes of a slot in a crowd, where a drafter that is free is a
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that are weighed, beside the deepest
 _LOOK = 4  # steps after which several slots are looked at again, where a drafter rests
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of slots to draft for, beside all
-_STAY = 1.02  # what the other must promise, where several slots are drafted for or not: coming back means to read up
 _MISJUDGED = 4.0  # how much likelier than its drafter says a node may be
 _LEAST_HIT = 0.5  # of what is reached, what another layer is reckoned to gain at least
 _FIRST = 3  # proposals that are made before it is asked whether they pay
@@ -405,7 +404,7 @@ class AutoBudget:
         # what comes without this member
         tokens = len(slots) + prefill.tokens + outcome.others * len(able)
         rows = prefill.rows + len(slots) + outcome.beside * len(able)
-        best = tokens / line(rows) * (1 / _DOUBT if len(slots) == 1 else _STAY if member.resting else 1 / _STAY)
+        best = tokens / line(rows) / _DOUBT
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
         counts = [*(count for count in _COUNTS if count < len(compared)), len(compared)]
         ratios = list(itertools.accumulate(ratio for ratio, _ in compared))

@@ -222,14 +222,14 @@ def default_params(folder: Path) -> dict[str, Any]:
 
 
 def measure_step_cost(runner: ModelRunner, context: int = 128, rounds: int = 3) -> StepCost | None:
-    """Time forwards of 1 to 32 rows behind a context of ``context`` tokens; warms the kernels up on the way.
+    """Time forwards of 1 to 48 rows behind a context of ``context`` tokens; warms the kernels up on the way.
 
     As far as the cache has room; None if it has none to speak of. Where a forward is slow, fewer ``rounds`` do: a user
     waits for this.
     """
     started = time.perf_counter()
     positions = runner.kv.k.shape[2]
-    sizes = tuple(n for n in (1, 4, 8, 12, 16, 32) if n <= positions)
+    sizes = tuple(n for n in (1, 4, 8, 12, 16, 24, 32, 48) if n <= positions)
     if len(sizes) < 3:
         return None
     context = min(context, positions - sizes[-1])

@@ -349,7 +349,7 @@ def test_a_slow_forward_is_measured_in_fewer_rounds(models, monkeypatch):
     forwards = []
     monkeypatch.setattr(ModelRunner, "forward", _counting(ModelRunner.forward, forwards))
     assert measure_step_cost(engine.runner) is not None
-    assert len(forwards) == 7  # the context, and one round of six sizes
+    assert len(forwards) == 9  # the context, and one round of eight sizes
 
 
 def _counting(forward, calls):
