@@ -81,13 +81,14 @@ def test_agrees_with_eager(variant: str, quantize: str, team: Team) -> None:
 
 
 @needs_machine
-def test_layers_taps_and_kv_agree_with_eager(team: Team) -> None:
+@pytest.mark.parametrize("wanted", [(0, 2), (0, 1)], ids=["behind the last", "before it"])
+def test_layers_taps_and_kv_agree_with_eager(wanted: tuple[int, ...], team: Team) -> None:
     llama = model()
     runners = [ModelRunner(llama, pages=6, page_size=16) for _ in range(2)]
     spans = [Span.chunk(range(5, 38), [4, 1, 2], 0, sample_last=True), Span.chunk([1, 2], [5], 0, sample_last=False)]
     for runner in runners:  # positions that are never written are compared too
         runner.kv.k.zero_(), runner.kv.v.zero_()
-    eager_taps, taps = Taps((0, 2)), Taps((0, 2))
+    eager_taps, taps = Taps(wanted), Taps(wanted)
     expected = run(llama.forward, runners[0], spans, layers=2, taps=eager_taps)
     got = run(compiled_forward(team, llama), runners[1], spans, layers=2, taps=taps)
     assert got.shape == (1, 301)

@@ -53,6 +53,49 @@ struct Rows {
   T* row(int64_t i) { return data.data() + i * stride; }
 };
 
+// The rows that a layer's attention and MLP are computed for, and their inputs.
+struct Queries {
+  Plan plan;
+  Inputs input, mixed, inner;  // of a layer's products: the norms of the stream, of the output and of the down projection
+  void fit(const Model& m, const Batch& b, int threads) {
+    input.fit(b.rows, m.hidden, m.layer[0].gate_up.bits);
+    mixed.fit(b.rows, m.heads * m.head_dim, m.layer[0].o.bits);
+    inner.fit(b.rows, m.intermediate, m.layer[0].down.bits);
+    plan.build(b, m.heads, m.kv_heads, m.head_dim, m.window, threads);
+  }
+};
+
+// The sampled rows of a batch as a batch, whose keys are those of the whole. Of the last layer the others' KV is all that
+// anybody reads: nearly all rows of a prompt.
+class Sampled {
+ public:
+  std::vector<int> of;  // [rows], which sample a row is; -1: none
+
+  const Batch& fit(const Batch& b) {
+    of.assign(b.rows, -1), positions_.clear(), ancestors_.clear(), row_start_.assign(1, 0);
+    for (int i = 0, span = 0; i < b.samples; ++i) {
+      const int64_t row = b.sample_rows[i];
+      of[row] = i;
+      for (; b.row_start[span + 1] <= row; ++span) row_start_.push_back(i);
+      positions_.push_back(b.positions[row]);
+      ancestors_.insert(ancestors_.end(), b.ancestors + row * b.words, b.ancestors + (row + 1) * b.words);
+    }
+    row_start_.resize(b.spans + 1, b.samples);
+    batch_ = b;
+    batch_.rows = b.samples, batch_.positions = positions_.data(), batch_.ancestors = ancestors_.data();
+    batch_.row_start = row_start_.data();
+    return batch_;
+  }
+
+  const Batch& batch() const { return batch_; }
+
+ private:
+  Batch batch_;
+  std::vector<int64_t> positions_;
+  std::vector<uint32_t> ancestors_;
+  std::vector<int32_t> row_start_;
+};
+
 // `fit` is for one thread, before the team runs; the rest is called by all its threads, inside a job.
 class Decoder {
  public:
@@ -61,21 +104,27 @@ class Decoder {
   Pool pool;
   Rows<bf16> stream, added;  // the residual stream, and what is to be added to it next
   Rows<float> normed;
-  Inputs input, last;  // of a layer, and of the head: the sampled rows
+  Queries all;
+  Inputs last;  // of the head: the sampled rows
 
-  void fit(const Model& m, const Batch& b) {
+  // Last only: of the last layer only the sampled rows are wanted; `added` has those alone then, in order.
+  void fit(const Model& m, const Batch& b, bool last_only) {
     stream.fit(b.rows, m.hidden);
     normed.fit(b.rows, m.hidden);
     added.fit(b.rows, m.hidden);
     qkv_.fit(b.rows, (m.heads + 2 * m.kv_heads) * m.head_dim);
     attended_.fit(b.rows, m.heads * m.head_dim);
-    input.fit(b.rows, m.hidden, m.layer[0].gate_up.bits);
     last.fit(b.samples, m.hidden, m.head.bits);
-    mixed_.fit(b.rows, m.heads * m.head_dim, m.layer[0].o.bits);
-    inner_.fit(b.rows, m.intermediate, m.layer[0].down.bits);
     angles_.resize(static_cast<size_t>(b.rows) * m.head_dim);
-    plan_.build(b, m.heads, m.kv_heads, m.head_dim, m.window, pool.size());
+    all.fit(m, b, pool.size());
+    last_only_ = last_only && b.samples < b.rows;
+    if (last_only_ && b.samples) {
+      few_.fit(m, sampled_.fit(b), pool.size());
+      asked_.fit(b.samples, m.heads * m.head_dim);
+    }
   }
+
+  bool last_only() const { return last_only_; }
 
   // Cosines and sines of a row; one thread of them. Here, as torch's cosine wakes threads of its own from 128 values on,
   // which then spin where this step wants to run.
@@ -101,10 +150,12 @@ class Decoder {
     const Batch& b = s.batch;
     const Layer& l = m.layer[i];
     const int half = m.head_dim / 2;
+    const bool few = last_only_ && i == s.depth - 1;
     bf16 *k = s.k + i * s.layer_stride, *v = s.v + i * s.layer_stride;
     gemm(pool, thread, l.qkv, x, ToRows<bf16>{l.qkv, qkv_.row(0), qkv_.stride}, first_block<ToRows<bf16>>(pool, thread, l.o));
     pool.phase(thread, b.rows, [&](int r) {
-      for (int h = 0; h < m.heads + 2 * m.kv_heads; ++h) {
+      const int sample = few && b.samples ? sampled_.of[r] : -1;
+      for (int h = few && sample < 0 ? m.heads : 0; h < m.heads + 2 * m.kv_heads; ++h) {
         bf16* part = qkv_.row(r) + h * m.head_dim;
         const bool query = h < m.heads, value = h >= m.heads + m.kv_heads;
         if (!value) {
@@ -117,26 +168,32 @@ class Decoder {
         const int64_t at = (value ? h - m.heads - m.kv_heads : h - m.heads) * s.head_stride + b.kv_index[r] * m.head_dim;
         std::memcpy((value ? v : k) + at, part, sizeof(bf16) * m.head_dim);
       }
+      if (sample >= 0) std::memcpy(asked_.row(sample), qkv_.row(r), sizeof(bf16) * m.heads * m.head_dim);
     });
-    const Attention a{qkv_.row(0), static_cast<int64_t>(qkv_.stride), k, v, s.head_stride,
+    if (few && b.samples == 0) return;
+    Queries& q = few ? few_ : all;
+    const Batch& rows = few ? sampled_.batch() : b;
+    Rows<bf16>& queries = few ? asked_ : qkv_;
+    const Attention a{queries.row(0), static_cast<int64_t>(queries.stride), k, v, s.head_stride,
                       m.heads, m.kv_heads, m.head_dim, m.scale, m.window};
     const bool apart = m.head_dim % kGroup == 0;  // whether a head's outputs are groups of their own
-    pool.phase(thread, static_cast<int>(plan_.tiles.size()), [&](int t) {
-      attenders_[thread].run(a, b, plan_, t, [&](const float* partial, int row, int head) {
+    pool.phase(thread, static_cast<int>(q.plan.tiles.size()), [&](int t) {
+      attenders_[thread].run(a, rows, q.plan, t, [&](const float* partial, int row, int head) {
         float* out = attended_.row(row) + head * m.head_dim;
         finish(partial, m.head_dim, out);
-        if (apart) mixed_.round(row, head * m.head_dim / kGroup, m.head_dim / kGroup, out);
+        if (apart) q.mixed.round(row, head * m.head_dim / kGroup, m.head_dim / kGroup, out);
       });
     });
-    if (!apart) pool.phase(thread, b.rows, [&](int r) { mixed_.round_row(r, attended_.row(r)); });
-    gemm(pool, thread, l.o, mixed_, ToRows<bf16>{l.o, added.row(0), added.stride}, first_block<ToInner>(pool, thread, l.gate_up));
-    pool.phase(thread, b.rows, [&](int r) {
-      add_to(stream.row(r), added.row(r), m.hidden);
-      norm(m, stream.row(r), l.post_norm, r, input);
+    if (!apart) pool.phase(thread, rows.rows, [&](int r) { q.mixed.round_row(r, attended_.row(r)); });
+    gemm(pool, thread, l.o, q.mixed, ToRows<bf16>{l.o, added.row(0), added.stride}, first_block<ToInner>(pool, thread, l.gate_up));
+    pool.phase(thread, rows.rows, [&](int r) {
+      bf16* x = stream.row(few ? b.sample_rows[r] : r);
+      add_to(x, added.row(r), m.hidden);
+      norm(m, x, l.post_norm, r, q.input);
     });
-    gemm(pool, thread, l.gate_up, input, ToInner{l.gate_up, inner_, kept_[thread].rows},
+    gemm(pool, thread, l.gate_up, q.input, ToInner{l.gate_up, q.inner, kept_[thread].rows},
          first_block<ToRows<bf16>>(pool, thread, l.down));
-    gemm(pool, thread, l.down, inner_, ToRows<bf16>{l.down, added.row(0), added.stride}, then);
+    gemm(pool, thread, l.down, q.inner, ToRows<bf16>{l.down, added.row(0), added.stride}, then);
   }
 
   // Where a thread begins with layer `i`, and behind the last one with the head.
@@ -158,11 +215,13 @@ class Decoder {
 
  private:
   std::vector<Attender> attenders_;
-  Plan plan_;
+  bool last_only_ = false;
+  Sampled sampled_;
+  Queries few_;       // the sampled rows, of the last layer
+  Rows<bf16> asked_;  // their queries
   std::vector<float> angles_;  // [rows, head_dim], cosines and sines
   Rows<bf16> qkv_;
   Rows<float> attended_;
-  Inputs mixed_, inner_;  // of the output projection, of the down projection
   struct alignas(64) Kept {
     float rows[kRowTile][kGroup];
   };

@@ -27,7 +27,7 @@ struct EagleRows {
   Rows<float> wide;  // [embedding, hidden state]
   Inputs input;      // the same
   void fit(Decoder& d, const Eagle& e, const Batch& b) {
-    d.fit(e.model, b);
+    d.fit(e.model, b, true);
     wide.fit(b.rows, 2 * e.model.hidden);
     input.fit(b.rows, 2 * e.model.hidden, e.model.layer[0].qkv.bits);
   }
@@ -63,21 +63,21 @@ inline void eagle_forward(Decoder& d, EagleRows& own, const Eagle& e, const Eagl
          d.begin_of(m, es.step, 0, thread));
     d.pool.phase(thread, b.rows, [&](int r) {
       norm_or_widen(d.stream.row(r), m.layer[0].input_norm, m.hidden, m.eps, d.normed.row(r));
-      d.input.round_row(r, d.normed.row(r));
+      d.all.input.round_row(r, d.normed.row(r));
     });
   }
   for (int i = 0; i < m.layers; ++i) {
     if (i)
       d.pool.phase(thread, b.rows, [&](int r) {
         add_to(d.stream.row(r), d.added.row(r), m.hidden);
-        d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.input);
+        d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.all.input);
       });
-    d.layer(m, es.step, i, i == 0 && !first ? own.input : d.input, thread, d.begin_of(m, es.step, i + 1, thread));
+    d.layer(m, es.step, i, i == 0 && !first ? own.input : d.all.input, thread, d.begin_of(m, es.step, i + 1, thread));
   }
   if (b.samples == 0) return;
   d.pool.phase(thread, b.samples, [&](int i) {
     const int64_t r = b.sample_rows[i];
-    add_to(d.stream.row(r), d.added.row(r), m.hidden);
+    add_to(d.stream.row(r), d.added.row(d.last_only() ? i : r), m.hidden);
     std::memcpy(es.g + static_cast<int64_t>(i) * m.hidden, d.stream.row(r), sizeof(bf16) * m.hidden);
     norm_or_widen(d.stream.row(r), m.norm, m.hidden, m.eps, d.normed.row(i));
     d.last.round_row(i, d.normed.row(i));

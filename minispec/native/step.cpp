@@ -16,7 +16,8 @@ class Runner {
   void forward(const Model& m, const Step& s) {
     const std::lock_guard<std::mutex> alone(alone_);
     if (s.batch.rows == 0) return;
-    decoder_.fit(m, s.batch);
+    // a tap behind the last layer shows all rows
+    decoder_.fit(m, s.batch, s.depth > 0 && (s.taps == 0 || s.tap_layers[s.taps - 1] < s.depth));
     pool_.run([&](int thread) { run(m, s, thread); });
   }
 
@@ -126,7 +127,7 @@ class Runner {
       std::memcpy(d.stream.row(r), m.embedding + b.tokens[r] * m.hidden, sizeof(bf16) * m.hidden);
       d.rotation(m, r, b.positions[r]);
     });
-    for (int i = 0; i <= s.depth; ++i) {
+    for (int i = 0; i < s.depth + !d.last_only(); ++i) {
       // the stream after i layers: add what the last one made, show it, norm it for the next
       pool_.phase(thread, b.rows, [&](int r) {
         if (i) add_to(d.stream.row(r), d.added.row(r), m.hidden);
@@ -134,13 +135,15 @@ class Runner {
           if (s.tap_layers[t] == i)
             std::memcpy(s.tapped + (static_cast<int64_t>(r) * s.taps + t) * m.hidden, d.stream.row(r),
                         sizeof(bf16) * m.hidden);
-        if (i < s.depth) d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.input);
+        if (i < s.depth) d.norm(m, d.stream.row(r), m.layer[i].input_norm, r, d.all.input);
       });
-      if (i < s.depth) d.layer(m, s, i, d.input, thread, d.begin_of(m, s, i + 1, thread));
+      if (i < s.depth) d.layer(m, s, i, d.all.input, thread, d.begin_of(m, s, i + 1, thread));
     }
     if (b.samples == 0) return;
     pool_.phase(thread, b.samples, [&](int i) {
-      d.norm(m, d.stream.row(b.sample_rows[i]), m.norm, i, d.last);
+      bf16* x = d.stream.row(b.sample_rows[i]);
+      if (d.last_only()) add_to(x, d.added.row(i), m.hidden);
+      d.norm(m, x, m.norm, i, d.last);
     });
     d.logits(m, s, thread);
   }
