@@ -1,12 +1,11 @@
-"""How many nodes a step verifies, and who drafts for it: what maximises expected tokens per second.
+"""How many nodes a step verifies, and who drafts for it: what brings its requests forward fastest.
 
-The rate that ``allot`` maximises decides, before anything is drafted, for which slots a drafter works, and what a layer
+What ``allot`` maximises decides, before anything is drafted, for which slots a drafter works, and what a layer
 of a tree must promise to be grown. Nobody is a valid answer, and then the drafter is not even asked.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -213,6 +212,7 @@ class AutoBudget:
 
     def __init__(self, start: StepCost) -> None:
         self._cost = RunningCost(start)
+        self._line = start  # what the rows of this step's slots cost, prompts apart
         self._trees = TreeCost()
         self._calibration = Calibration()
         self._members: dict[str, _MemberRecord] = {}
@@ -220,7 +220,7 @@ class AutoBudget:
         self._draft_seconds = 0.0  # of this step
         self._asked: set[Slot] = set()  # slots drafted for in this step
         self._step = 0
-        self._crowd = 0  # slots that decode in this step
+        self._crowd = 0  # slots of this step, those whose prompts are read too
 
     @property
     def step_cost(self) -> StepCost | None:
@@ -229,15 +229,15 @@ class AutoBudget:
     def limits(self, drafter: Drafter, slots: Sequence[Slot], wanted: Sequence[int], prefill: Prefill) -> list[int]:
         self._draft_seconds = 0.0
         self._step += 1
-        self._crowd = len(slots)
+        self._crowd = len(slots) + prefill.slots
         asked: set[int] = set()
         deepest = 0
         # what a row costs in tokens, at least: other rows bring more than plain decoding does
-        line, rows = self._cost.line, prefill.rows + len(slots)
-        price = (len(slots) + prefill.tokens) * (line(rows + 1) / line(rows) - 1) if line(rows) > 0 else 0.0
+        self._line = line = self._cost.line.beside(prefill.rows, prefill.slots, rows := len(slots))
+        price = (rows + prefill.slots) * (line(rows + 1) / line(rows) - 1) if line(rows) > 0 else 0.0
         for member in drafter.members:
             able = [i for i, slot in enumerate(slots) if wanted[i] > 1 and slot.request.may_draft(member.name)]
-            chosen, depth = self._choose(member.name, slots, able, prefill) if able else ([], 0)
+            chosen, depth = self._choose(member.name, slots, able) if able else ([], 0)
             member.depth_limit = depth if chosen else 0
             member.least_gain, member.least_value = self._member(member.name).least
             member.least_node = price / _MISJUDGED
@@ -325,44 +325,44 @@ class AutoBudget:
     def end(self, slot: Slot) -> None:
         self._slots.pop(slot, None)
 
-    def _choose(self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill) -> tuple[list[int], int]:
+    def _choose(self, name: str, slots: Sequence[Slot], able: list[int]) -> tuple[list[int], int]:
         """For which of the ``able`` slots a member drafts, and how deep."""
         member = self._member(name)
         member.least = (0.0, 0.0)
         gates = [self._slot(slots[i]).gate(name, member.pause) for i in able]
-        line = self._cost.line
-        plain = line(prefill.rows + len(slots))
+        line = self._line
+        plain = line(len(slots))
         member.free = member.cost.dearest(len(able)) <= FREE * plain
         if not member.cost.settled:
             return able, _PROBE_DEPTH  # what it costs is not known yet: begin with little
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
         probe = 0.0 if member.free else member.cost(len(able), _PROBE_DEPTH)
-        probe += line(prefill.rows + len(slots) + max(_PROBE_NODES, len(slots))) - plain
+        probe += line(len(slots) + max(_PROBE_NODES, len(slots))) - plain
         member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
         if member.free:
             for gate in gates:
                 if gate.dormant:
                     gate.waited += 1
             return [i for i, gate in zip(able, gates, strict=True) if not gate.dormant], MAX_NODES
-        outcome = member.outcome(len(slots))
+        outcome = member.outcome(self._crowd)
         if outcome.count < _FIRST and member.silent < _MUTE:
             return able, MAX_NODES
         if (
-            member.resting == len(slots) > 1
+            member.resting == self._crowd > 1
             and self._step % _LOOK
             and not any(gate.waited + 1 >= gate.pause for gate in gates)
         ):
             for gate in gates:
                 gate.waited += 1
             return [], 0
-        chosen, depth, rate = self._best(name, slots, able, prefill)
-        member.resting = 0 if chosen else len(slots)
+        chosen, depth, rate = self._best(name, slots, able)
+        member.resting = 0 if chosen else self._crowd
         # an average says little of the text at hand: a drafter that knows how sure it is goes by that
         count = max(len(chosen), 1)
         deeper = member.cost(count, depth + 1)
         layer = max(deeper - member.cost(count, depth), deeper / (depth + 1) / 2)  # depths are measured at other times
         _, nodes = outcome.totals()[depth]
-        rows = prefill.rows + len(slots) + outcome.beside * len(able) + nodes * count
+        rows = len(slots) + outcome.beside * len(able) + nodes * count
         hit = max(outcome.totals()[1][0], _LEAST_HIT)
         member.least = rate * layer / hit, rate * (line(rows + 1) - line(rows)) / hit
         for i, gate in zip(able, gates, strict=True):
@@ -391,30 +391,35 @@ class AutoBudget:
         # no account is kept of what is free, which may go on for long
         return max(room, _FREE_ROOM) if any(member.free for member in asked) else room
 
-    def _best(
-        self, name: str, slots: Sequence[Slot], able: list[int], prefill: Prefill
-    ) -> tuple[list[int], int, float]:
-        """The slots and the depth with the most tokens per second, and that rate; none if plain decoding has."""
-        member, line = self._member(name), self._cost.line
-        outcome = member.outcome(len(slots))
+    def _best(self, name: str, slots: Sequence[Slot], able: list[int]) -> tuple[list[int], int, float]:
+        """The slots and the depth that bring the requests forward fastest, as ``allot`` reckons it, none if that is
+        plain decoding; and the tokens per second then."""
+        member, line = self._member(name), self._line
+        outcome = member.outcome(self._crowd)
         totals = outcome.totals()
         # a new slot is like the others until it has had some proposals of its own
         prior = max(_FIRST * totals[-2][0], 1e-3)
         compared = sorted(((self._slot(slots[i]).comparison(name)(prior), i) for i in able), reverse=True)
         # what comes without this member
-        tokens = len(slots) + prefill.tokens + outcome.others * len(able)
-        rows = prefill.rows + len(slots) + outcome.beside * len(able)
-        best = tokens / line(rows) / _DOUBT
+        own = 1 + outcome.others
+        tokens = self._crowd + outcome.others * len(able)
+        rows = len(slots) + outcome.beside * len(able)
+        best, rate = -math.log(line(rows) * _DOUBT), tokens / line(rows)
         choice: tuple[list[int], int] = ([], 0)  # slots and depth
-        counts = [*(count for count in _COUNTS if count < len(compared)), len(compared)]
-        ratios = list(itertools.accumulate(ratio for ratio, _ in compared))
+        counts = {*(count for count in _COUNTS if count < len(compared)), len(compared)}
         for depth in (*(depth for depth in _DEPTHS if depth < len(totals) - 1), len(totals) - 1):
             gain, nodes = totals[depth]
-            for count in counts:
+            gained = further = 0.0
+            for count, (ratio, _) in enumerate(compared, 1):
+                gained += math.log1p(ratio * gain / own)
+                further += ratio * gain
+                if count not in counts:
+                    continue
                 seconds = line(rows + count * nodes) + member.cost(count, depth) + count * self._trees.per_slot
-                if (rate := (tokens + ratios[count - 1] * gain) / seconds) > best:
-                    best, choice = rate, ([i for _, i in compared[:count]], depth)
-        return *choice, best
+                if (speed := gained / self._crowd - math.log(seconds)) > best:
+                    best, rate = speed, (tokens + further) / seconds
+                    choice = [i for _, i in compared[:count]], depth
+        return *choice, rate
 
     def _note(
         self,

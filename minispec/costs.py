@@ -72,6 +72,19 @@ class StepCost:
         """The cost of a step that takes so much longer."""
         return StepCost(self.base + seconds, self.per_row, self.bends)
 
+    def beside(self, rows: int, slots: int, decoding: int) -> StepCost:
+        """The cost by the rows of ``decoding`` slots of a step that has ``rows`` others, of ``slots`` slots.
+
+        Each row costs what it does at that place, but prompts are read whatever is drafted, so the rest is what a plain
+        step of all these slots costs: a token gained while they read is worth a share of the steps to come, not of this
+        long one.
+        """
+        if rows == slots == 0:
+            return self
+        slope = self.per_row + sum(more for place, more in self.bends if place <= rows)
+        shifted = StepCost(0.0, slope, tuple((place - rows, more) for place, more in self.bends if place > rows))
+        return shifted.plus(self(slots + decoding) - shifted(decoding))
+
 
 class RunningCost:
     """The line of a StepCost, refined by the steps that are run anyway.

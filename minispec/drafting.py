@@ -108,7 +108,7 @@ class Drafting:
         if drafting:
             slots, counts = zip(*drafting, strict=True)
             others = len(trees) - len(slots)
-            prefill = Prefill(rows=sum(count for _, count in plan.chunks) + others, tokens=len(plan.chunks) + others)
+            prefill = Prefill(rows=sum(count for _, count in plan.chunks) + others, slots=len(plan.chunks) + others)
             try:
                 proposed = self._propose(slots, counts, tree_budget - others, prefill)
                 trees.update(zip(slots, proposed, strict=True))

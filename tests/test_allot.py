@@ -69,6 +69,12 @@ def trees(draw, most: int = 6) -> DraftTree:
 
 forests = st.lists(trees(), min_size=1, max_size=3)
 costs = st.builds(StepCost, st.integers(0, 20), st.integers(1, 5))
+bent = st.builds(
+    StepCost,
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=2),
+)
 
 
 def is_cut_of(cut: DraftTree, tree: DraftTree) -> bool:
@@ -96,11 +102,15 @@ def test_with_a_cost_the_budget_is_a_bound(forest, budget, cost, other_rows):
 
 
 @settings(max_examples=60)
-@given(st.lists(trees(4), min_size=1, max_size=2), st.integers(1, 8), costs, st.integers(0, 6))
-def test_no_closed_choice_of_nodes_gives_more_tokens_per_second(forest, budget, cost, other_rows):
+@given(st.lists(trees(4), min_size=1, max_size=2), st.integers(1, 8), bent, st.integers(0, 6), st.integers(0, 2))
+def test_no_closed_choice_of_nodes_brings_requests_forward_faster(forest, budget, cost, other_rows, slots):
+    """In geometric mean; rows at what they cost in this step, all else as in one of all these slots without prompts."""
+
     def rate(cut: tuple[DraftTree, ...]) -> float:
-        tokens = sum(math.exp(value) for tree in cut for value in tree.values)
-        return tokens / cost(other_rows + sum(map(len, cut)))
+        tokens = math.prod(sum(math.exp(value) for value in tree.values) for tree in cut)
+        rows = sum(map(len, cut))
+        further = cost(other_rows + rows) - cost(other_rows + len(cut))
+        return tokens ** (1 / (slots + len(cut))) / (cost(slots + len(cut)) + further)
 
     def cuts(tree: DraftTree) -> list[DraftTree]:
         result = []
@@ -112,7 +122,7 @@ def test_no_closed_choice_of_nodes_gives_more_tokens_per_second(forest, budget, 
 
     choices = itertools.product(*map(cuts, forest))
     best = max(rate(c) for c in choices if sum(map(len, c)) <= max(budget, len(forest)))
-    assert rate(tuple(allot(forest, budget, cost, Prefill(other_rows)))) == pytest.approx(best)
+    assert rate(tuple(allot(forest, budget, cost, Prefill(other_rows, slots)))) == pytest.approx(best)
 
 
 def test_free_rows_are_filled_and_dear_rows_are_not():
@@ -124,11 +134,19 @@ def test_free_rows_are_filled_and_dear_rows_are_not():
     assert [len(cut) for cut in allot([tree], 64, StepCost(4.0, 1.0))] == [3]
 
 
-def test_prefill_rows_make_drafts_cheaper():
-    """The step is long anyway: a node adds less to it."""
+def test_a_prompt_beside_makes_a_node_no_cheaper():
+    """Its rows are computed whatever is drafted; a token is worth what it costs in the steps to come."""
     tree = chain(0.5, 0.4)
-    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0))] == [1]
-    assert [len(cut) for cut in allot([tree], 64, StepCost(0.0, 1.0), Prefill(rows=20))] == [3]
+    assert [len(cut) for cut in allot([tree], 64, StepCost(0.5, 1.0))] == [1]
+    assert [len(cut) for cut in allot([tree], 64, StepCost(0.5, 1.0), Prefill(rows=200, slots=3))] == [1]
+
+
+def test_a_prompt_beside_can_make_a_node_dearer():
+    """Where its rows have used up what a step has to spare."""
+    cost, tree = StepCost(10.0, 0.1, ((64, 2.0),)), chain(0.5, 0.4)
+    assert [len(cut) for cut in allot([tree], 64, cost)] == [3]
+    assert [len(cut) for cut in allot([tree], 64, cost, Prefill(rows=200, slots=1))] == [2]
+    assert [len(cut) for cut in allot([tree], 64, cost, Prefill(rows=200, slots=3))] == [1]
 
 
 def test_many_slots_share_the_fixed_cost():
@@ -146,6 +164,15 @@ def test_the_best_nodes_win_whosever_they_are():
     assert [len(tree) for tree in allot([unsure, sure], 6, None)] == [2, 4]
     # every slot keeps its root, even above the budget
     assert [len(tree) for tree in allot([unsure, sure], 1, None)] == [1, 1]
+
+
+def test_who_is_slow_has_a_node_before_who_is_fast_has_another():
+    """What a node adds counts by how fast its request is without it."""
+    fast, slow = chain(0.9, 0.8, 0.7), chain(0.4)
+    cost = StepCost(10.0, 1.0)
+    assert [len(cut) for cut in allot([fast, fast, slow], 64, cost)] == [4, 4, 2]
+    assert [len(cut) for cut in allot([fast, fast, slow], 7, cost)] == [3, 3, 1]
+    assert [len(cut) for cut in allot([fast, fast, slow], 8, cost)] == [3, 3, 2]
 
 
 def test_nothing_to_allot():

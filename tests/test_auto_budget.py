@@ -212,12 +212,15 @@ def test_load_that_swings_does_not_thrash(per_row, draft_seconds, low, high):
     assert auto >= 0.95 * off and auto >= 0.9 * max(off, always)
 
 
-@pytest.mark.parametrize(("per_row", "draft_seconds"), [(20.0, 2.0), (6.0, 8.0), (6.0, 0.0)])
-def test_drafts_come_back_when_a_crowd_has_left(per_row, draft_seconds):
+@pytest.mark.parametrize(
+    ("cost", "draft_seconds"),
+    [(StepCost(20.0, 20.0), 2.0), (StepCost(20.0, 6.0, ((12.0, 6.0),)), 8.0), (StepCost(20.0, 6.0), 0.0)],
+)
+def test_drafts_come_back_when_a_crowd_has_left(cost, draft_seconds):
     """Among others rows are dear, and fewer drafts pay; alone again a request is at once drafted for as before."""
     clock = Clock()
     drafter = TimedDrafter(right(share=0.9), clock, draft_seconds)
-    engine = simulated_engine(drafter, clock, StepCost(20.0, per_row), max_slots=12)
+    engine = simulated_engine(drafter, clock, cost, max_slots=12)
 
     def add(count):
         requests = [engine.make_request([1], SamplingParams(max_tokens=1500, temperature=0)) for _ in range(count)]
