@@ -81,7 +81,7 @@ class Labeller:
         following, classes = sample.tokens[1:], sample.classes[1:]
         return Example(
             tokens=following,
-            features=features.contiguous(),
+            features=features,  # where they lie: in the file, as far as that was not read into memory
             labels=labels,
             weights=weights / weights.sum(-1, keepdim=True).clamp(min=LEAST),
             best=labels[:, 0].masked_fill((self._index[following] < 0) & (classes == ANSWER), -1),
