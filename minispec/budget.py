@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from minispec.allot import Prefill, allot, choose
-from minispec.calibration import Calibration, Outcome, Ratio, Source
-from minispec.costs import DraftCost, RunningCost, StepCost, TreeCost
+from minispec.calibration import Calibration, Source
+from minispec.costs import RunningCost, StepCost, TreeCost
+from minispec.draft_records import FIRST_PAUSE, PAUSES, MemberRecord, Part, SlotRecord
 from minispec.drafters.base import Drafter
 from minispec.scheduler import Slot
 from minispec.tree import MAX_NODES, DraftTree
@@ -23,8 +23,6 @@ FREE = 0.04
 """A drafter that takes less than this share of a step is asked without asking whether it pays."""
 _WORTHLESS = math.log(0.01)  # what is reached less often is not verified, however cheap a row is
 _DOUBT = 1.08  # what it may seem to cost: who drafts goes on learning what it brings, who comes back has to read up
-_FIRST_PAUSE = 16  # steps to the first probe; each failure doubles it
-_PAUSES = (32, 512)  # bounds of the longest pause; between them probing takes _PROBING of the time
 _PROBING = 0.01
 _PROBE_NODES = 4  # of one slot; several are probed together with one each
 _TRUST = 0.25  # in what a tree was expected to bring, beside what it brought
@@ -93,113 +91,6 @@ class FixedBudget:
         pass
 
 
-@dataclass
-class _Gate:
-    """Whether a member drafts for a slot, where it does not pay at present.
-
-    Attributes:
-        waited: steps since it last paid or was last probed.
-        pause: steps from there to the next probe.
-        failed: probes in a row that found nothing.
-    """
-
-    waited: int = 0
-    pause: int = _FIRST_PAUSE
-    failed: int = 0
-
-    @property
-    def due(self) -> bool:
-        return self.waited >= self.pause
-
-    @property
-    def dormant(self) -> bool:
-        """Two probes have failed: there is no need to ask before the next."""
-        return self.failed >= 2 and not self.due
-
-    def pays(self) -> None:
-        self.waited, self.pause, self.failed = 0, _FIRST_PAUSE, 0
-
-    def probed(self, found: bool, longest: int, alone: bool) -> None:
-        """After a find the next step probes again, until the estimates have caught up; several slots tell enough at
-        once."""
-        if found and alone:
-            self.failed = 0
-        elif found:
-            self.pays()
-        else:
-            self.waited, self.pause, self.failed = 0, min(2 * self.pause, longest), self.failed + 1
-
-
-@dataclass
-class _Part:
-    """A member's part of a tree that is verified.
-
-    Attributes:
-        asked: layers that were asked for; 0 if it was left out.
-        layers: tokens expected of the nodes that nobody else proposed, and their number, by layer.
-        others, beside: tokens expected of the other nodes, and their number.
-    """
-
-    name: str
-    asked: int
-    layers: list[tuple[float, float]]
-    others: float
-    beside: float
-
-
-@dataclass
-class _SlotRecord:
-    """What is known of one slot: its own correction of path values, and per member how its proposals compare with those
-    for other slots, its gate, the step in which it was last asked, and its part of the tree that is being verified."""
-
-    ratio: Ratio = field(default_factory=lambda: Ratio(0.97))
-    compared: dict[str, Ratio] = field(default_factory=dict)
-    pending: list[_Part] = field(default_factory=list)
-    gates: dict[str, _Gate] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
-
-    def gate(self, member: str, pause: int = _FIRST_PAUSE) -> _Gate:
-        if (gate := self.gates.get(member)) is None:
-            gate = self.gates[member] = _Gate(pause=pause)
-        return gate
-
-    def comparison(self, member: str) -> Ratio:
-        if (compared := self.compared.get(member)) is None:
-            compared = self.compared[member] = Ratio(0.9, largest=math.inf)
-        return compared
-
-
-@dataclass
-class _MemberRecord:
-    """What is known of one drafter, over all slots.
-
-    Attributes:
-        outcomes: by the size of the crowd that shares a step (``DraftCost.size``): where rows are dear trees are small.
-        silent: proposals in a row that held nothing.
-        resting: for how many slots, together, it did not pay when it was looked at last; 0 if it did.
-        free: it takes too little time to think about it.
-        least: what a further layer must promise, and of which nodes (``Drafter.least_gain``, ``least_value``).
-        steady: all slots that it is asked for now were drafted for in the step before.
-        pause, longest_pause: where the back-off of a new slot begins, and its bound.
-    """
-
-    cost: DraftCost = field(default_factory=DraftCost)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    silent: int = 0
-    resting: int = 0
-    free: bool = True
-    least: tuple[float, float] = (0.0, 0.0)
-    steady: bool = False
-    pause: int = _FIRST_PAUSE
-    longest_pause: int = _PAUSES[0]
-
-    def outcome(self, slots: int) -> Outcome:
-        size = DraftCost.size(slots)
-        if (outcome := self.outcomes.get(size)) is None:
-            outcome = self.outcomes[size] = Outcome()
-        return outcome
-
-
 class AutoBudget:
     """Follows load and luck (``--tree-budget auto``): measured costs, calibrated values, and back-off.
 
@@ -215,8 +106,8 @@ class AutoBudget:
         self._line = start  # what the rows of this step's slots cost, prompts apart
         self._trees = TreeCost()
         self._calibration = Calibration()
-        self._members: dict[str, _MemberRecord] = {}
-        self._slots: dict[Slot, _SlotRecord] = {}
+        self._members: dict[str, MemberRecord] = {}
+        self._slots: dict[Slot, SlotRecord] = {}
         self._draft_seconds = 0.0  # of this step
         self._asked: set[Slot] = set()  # slots drafted for in this step
         self._step = 0
@@ -338,7 +229,7 @@ class AutoBudget:
         # probes: forwards of the drafter, which serve all slots, and each slot's own rows
         probe = 0.0 if member.free else member.cost(len(able), _PROBE_DEPTH)
         probe += line(len(slots) + max(_PROBE_NODES, len(slots))) - plain
-        member.longest_pause = int(min(max(probe / plain / _PROBING, _PAUSES[0]), _PAUSES[1]))
+        member.longest_pause = int(min(max(probe / plain / _PROBING, PAUSES[0]), PAUSES[1]))
         if member.free:
             for gate in gates:
                 if gate.dormant:
@@ -368,7 +259,7 @@ class AutoBudget:
         for i, gate in zip(able, gates, strict=True):
             if i in chosen:
                 gate.pays()
-                member.pause = _FIRST_PAUSE
+                member.pause = FIRST_PAUSE
             else:
                 gate.waited += 1
         if any(gate.due for gate in gates):
@@ -444,7 +335,7 @@ class AutoBudget:
             elif asked and member.silent < _MUTE:
                 member.silent += 1  # a draft that still reads, or whose logits are not finite
                 continue
-            part = _Part(name, max(drafted_by.depth_limit, grown) if asked else 0, [], 0.0, 0.0)
+            part = Part(name, max(drafted_by.depth_limit, grown) if asked else 0, [], 0.0, 0.0)
             for node in kept[1:]:
                 chance, depth = math.exp(values[node]), tree.depth[node]
                 if sources[node] != (name,):
@@ -458,7 +349,7 @@ class AutoBudget:
             else:  # nothing comes of it
                 self._account(record, part)
 
-    def _account(self, record: _SlotRecord, part: _Part) -> None:
+    def _account(self, record: SlotRecord, part: Part) -> None:
         """Take in what a member's part of a tree came to."""
         outcome = self._member(part.name).outcome(self._crowd)
         if part.asked:
@@ -504,12 +395,12 @@ class AutoBudget:
                 gate.probed(False, known.longest_pause, True)
                 known.pause = gate.pause
 
-    def _slot(self, slot: Slot) -> _SlotRecord:
+    def _slot(self, slot: Slot) -> SlotRecord:
         if (record := self._slots.get(slot)) is None:
-            record = self._slots[slot] = _SlotRecord()
+            record = self._slots[slot] = SlotRecord()
         return record
 
-    def _member(self, name: str) -> _MemberRecord:
+    def _member(self, name: str) -> MemberRecord:
         if (record := self._members.get(name)) is None:
-            record = self._members[name] = _MemberRecord()
+            record = self._members[name] = MemberRecord()
         return record
