@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from minispec import hub
 from minispec.drafters import shipped
 from minispec.drafters.base import Drafter, NoDrafter
 from minispec.drafters.draft_model import DraftModelDrafter
@@ -230,10 +229,8 @@ def _check_model(name: str, folder: Path, target_folder: Path, max_context: int)
 
 def _folder(name: str) -> Path:
     try:
-        return hub.resolve(name)
+        return shipped.resolve(name)
     except ModelError as error:
-        if head := shipped.named(name):
-            return head
         if close := difflib.get_close_matches(name, BUILT_IN, n=1):
             raise ModelError(f"{error} Or did you mean --draft {close[0]}?") from error
         raise

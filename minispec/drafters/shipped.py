@@ -61,9 +61,18 @@ def find(target: Path) -> Path | None:
     return next((folder for folder, wanted in heads if wanted == own), None)
 
 
-def named(name: str) -> Path | None:
-    """The folder of the shipped head of that name, or None."""
-    return next((folder for folder, _ in _heads() if folder.name == name), None)
+def resolve(name: str) -> Path:
+    """The folder of a model or a head, as ``hub.resolve``, or of the shipped head of that name.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return hub.resolve(name)
+    except ModelError:
+        if (head := next((folder for folder, _ in _heads() if folder.name == name), None)) is None:
+            raise
+        return head
 
 
 def _heads() -> Iterator[tuple[Path, str]]:

@@ -2,9 +2,10 @@
 //
 // Every thread has its own share of a phase's tasks, neighbours in memory mostly, and the same in every step: what it will
 // read is known beforehand. It takes them one by one from a counter, and whoever is through goes on with a neighbour's, so
-// that a thread that another program has pushed aside holds up the rest by one task only. Waiting is a short spin and then a yield: a spinning thread on a busy machine takes the core
-// from the very thread it waits for. Between jobs threads wait like this too before they sleep: a step is a dozen calls in
-// quick succession, and waking a thread takes longer than some of them.
+// that a thread that another program has pushed aside holds up the rest by one task only. Waiting is a short spin and then
+// a yield: a spinning thread on a busy machine takes the core from the very thread it waits for. Between jobs threads wait
+// like this too before they sleep: a step is a dozen calls in quick succession, and waking a thread takes longer than some
+// of them.
 #pragma once
 
 #include <immintrin.h>

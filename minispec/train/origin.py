@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minispec import hub
 from minispec.drafters import shipped
 from minispec.drafters.eagle_head import EagleConfig, canonical, check_weights, read_layer
 from minispec.drafters.head_files import HeadFiles
@@ -52,7 +50,10 @@ class Origin:
             ModelError: there is none of that name, it is broken, of other sizes than the target, or has parts that
                 training does not know; says which.
         """
-        folder = _folder(name)
+        try:
+            folder = shipped.resolve(name)
+        except ModelError as error:
+            raise ModelError(f"--from {name}: {error}") from None
         kind = head_kind(folder)
         if kind != EAGLE3:
             found = "no draft head" if kind is None else f"a head of kind {kind}"
@@ -119,12 +120,3 @@ def _numbers(layers: tuple[int, ...]) -> str:
 def _note(data: Mapping[str, Any], key: str, entry: str) -> Any:
     notes = data.get(key)
     return notes.get(entry) if isinstance(notes, Mapping) else None
-
-
-def _folder(name: str) -> Path:
-    try:
-        return hub.resolve(name)
-    except ModelError as error:
-        if head := shipped.named(name):
-            return head
-        raise ModelError(f"--from {name}: {error}") from None
