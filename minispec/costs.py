@@ -102,6 +102,7 @@ class RunningCost:
     _MEMORY = 0.99  # of the slope, per step
     _LEVEL = 0.1  # how fast the level follows
     _PRIOR = 300.0  # squared rows of deviation that the start counts for: three steps that are ten rows off
+    _LEAST = 0.2  # of a row by the measurement at start, at today's pace: what one costs at least
 
     def __init__(self, start: StepCost) -> None:
         self.line = start
@@ -139,7 +140,9 @@ class RunningCost:
         slope = min(max(slope, 0.0), seconds / rows)
         base = self.line.base + self._LEVEL * (straight - slope * rows - self.line.base)
         bends = tuple((place, more * self._scale) for place, more in self._start.bends)
-        self.line = StepCost(max(base, 0.0), slope, bends)
+        # right behind a change of pace the bends, which follow slowly, would leave nothing of a step of many rows
+        base = max(base, self._LEAST * self._scale * self._start(1) - slope, 0.0)
+        self.line = StepCost(base, slope, bends)
 
 
 class TreeCost:

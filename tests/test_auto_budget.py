@@ -297,6 +297,17 @@ def test_the_running_cost_keeps_its_bends_while_the_machine_slows_down():
     assert [cost.line(n) for n in (1, 8, 24)] == pytest.approx([1.5 * start(n) for n in (1, 8, 24)], rel=0.1)
 
 
+def test_a_machine_that_becomes_faster_does_not_make_rows_free():
+    """Steps of many rows take half as long at once, the bends follow by and by: something is left for the rest."""
+    start, rng = StepCost(8.0, 0.01, ((4.0, 1.0),)), random.Random(1)
+    cost = RunningCost(start)
+    for step in range(120):
+        rows = rng.choice([1, 8, 40, 56])
+        cost.observe(rows, 1, start(rows) * (1.0 if step < 40 else 0.4))
+        assert cost.line(1) > 0.05 * start(1)
+    assert cost.line(1) == pytest.approx(0.4 * start(1), rel=0.35)
+
+
 def test_steps_that_are_all_alike_keep_the_slope_of_the_start():
     cost = RunningCost(StepCost(20.0, 0.5))
     for _ in range(300):
@@ -314,9 +325,10 @@ def test_more_slots_are_not_dearer_rows():
     assert cost.line.per_row == pytest.approx(0.1, abs=0.05)
 
 
+@pytest.mark.parametrize("bends", [(), ((4.0, 1.0),)])
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 8), st.floats(1e-6, 1e3)), max_size=40))
-def test_whatever_is_observed_a_step_costs_something(steps):
-    cost = RunningCost(StepCost(1.0, 0.1))
+def test_whatever_is_observed_a_step_costs_something(bends, steps):
+    cost = RunningCost(StepCost(1.0, 0.1, bends))
     for rows, slots, seconds in steps:
         cost.observe(rows, slots, seconds)
         assert cost.line.base >= 0 and cost.line.per_row >= 0 and 0 < cost.line(1) <= cost.line(64) < math.inf
