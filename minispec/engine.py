@@ -298,7 +298,7 @@ class Engine:
             if (reason := event.request.finish_reason) is not None:
                 slot = next(slot for slot in self.scheduler.running if slot.request is event.request)
                 self._release(slot, reason)
-        if not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
+        if parts and not plan.chunks and not failed:  # a prompt's rows cost otherwise, as few of them are sampled
             rows = sum(part.rows for part in parts)
             self.budget.observe(rows, len(plan.decoding), forward, self._clock() - start - forward)
         if failed and len(failed) == len(results):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.containment import STAGES, EngineFailed
+from minispec.costs import StepCost
 from minispec.drafting import MAX_FAILURES
 from minispec.engine import Engine
 from minispec.faults import Faults
@@ -293,6 +294,15 @@ def test_an_abort_in_the_middle_of_a_step(stage):
     for i in (0, 2, 3):
         assert requests[i].output == solo(PROMPTS[i], 20)
     assert engine.stats.finished["abort"] == 1 and engine.stats.finished["length"] == 3
+    alive(engine)
+
+
+def test_an_abort_of_the_only_request_while_it_is_drafted_for():
+    engine, faults = make(step_cost=StepCost(1.0, 0.1))
+    [request] = add(engine, [[1]])
+    faults.plan("draft", lambda: engine.abort(request), after=3, times=1)
+    finish(engine)
+    assert request.finish_reason is FinishReason.ABORT and 0 < request.num_output < 20
     alive(engine)
 
 
