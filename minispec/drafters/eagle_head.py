@@ -94,6 +94,8 @@ class EagleConfig:
                 "choose the head that was trained for this target"
             )
         eagle = data.get("eagle_config") or {}
+        if not isinstance(eagle, Mapping):
+            raise ModelError(f"eagle_config in config.json must be an object, not {eagle!r}")
         if version == 1:
             return EagleConfig(
                 version=1,
@@ -284,10 +286,12 @@ class EagleHead(EagleForward):
 
 def _taps(data: Mapping[str, Any], eagle: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
-    if outputs := eagle.get(key):
-        taps = [i + 1 if isinstance(i, int) else i for i in outputs]
-    else:
-        taps = data.get(key) or [2, layers // 2, layers - 3]
+    outputs = eagle.get(key)
+    taps = outputs or data.get(key) or [2, layers // 2, layers - 3]
+    if not isinstance(taps, list):
+        raise ModelError(f"{key} in config.json must be a list of layers, not {taps!r}")
+    if outputs:
+        taps = [i + 1 if isinstance(i, int) else i for i in taps]
     if not all(isinstance(i, int) and 0 <= i <= layers for i in taps) or len(set(taps)) < len(taps):
         raise ModelError(
             f"the head taps the target after layers {taps}; they must differ and lie within 0 to {layers}. "

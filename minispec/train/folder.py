@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from minispec.errors import ConfigError, ModelError
-from minispec.train.head import write
+from minispec.train.files import write
 from minispec.train.shards import Sample, Shard, header
 
 
@@ -51,8 +52,8 @@ class RunFolder:
     Attributes:
         out: what the user named; the head and the report go there.
         recipe: what was asked for.
-        notes: decided on the way, and kept: ``seconds`` used so far, ``generated`` once all text is there, ``steps``,
-            ``threads``.
+        notes: decided on the way, and kept: ``seconds`` used so far, ``generated`` once all text is there, how many
+            ``shards`` it is in, ``steps``, ``threads``.
     """
 
     def __init__(self, out: Path, recipe: Recipe, notes: dict[str, Any]) -> None:
@@ -113,13 +114,19 @@ class RunFolder:
         return sorted((self.out / "training").glob("shard-*.safetensors"))
 
     @property
+    def missing(self) -> Iterator[int]:
+        """The numbers of those there are not, in order and without end: mostly those that come next, but broken ones
+        may have been deleted."""
+        return (number for number in itertools.count() if not self._shard(number).exists())
+
+    @property
     def tokens(self) -> int:
         """Tokens in them that the target wrote."""
         return sum(header(path)[1] for path in self.shards)
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Write the next shard."""
-        Shard(samples).save(self.out / "training" / f"shard-{len(self.shards):05d}.safetensors", self.recipe.tag)
+    def add(self, number: int, samples: Sequence[Sample]) -> None:
+        """Write a shard."""
+        Shard(samples).save(self._shard(number), self.recipe.tag)
 
     def samples(self) -> list[Sample]:
         """All conversations.
@@ -128,6 +135,9 @@ class RunFolder:
             ModelError: a shard is broken, or not of this run.
         """
         return [sample for path in self.shards for sample in Shard.load(path, self.recipe.tag).samples]
+
+    def _shard(self, number: int) -> Path:
+        return self.out / "training" / f"shard-{number:05d}.safetensors"
 
     @property
     def _checkpoint(self) -> Path:

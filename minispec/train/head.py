@@ -13,8 +13,7 @@ is particular here is where training starts if not with another head, since most
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from minispec.model.config import ModelConfig
 from minispec.model.linear import Linear
 from minispec.model.llama import Llama
 from minispec.model.rope import Rope, RopeConfig
+from minispec.train.files import write
 from minispec.train.origin import Origin
 from minispec.train.shards import Sample
 
@@ -291,11 +291,3 @@ def unit_rms(hidden: Tensor) -> Tensor:
     """Rows scaled to a mean square of 1."""
     wide = hidden.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def write(path: Path, how: Callable[[Path], object]) -> None:
-    """Make a file in one move: ``how`` writes it under another name."""
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    how(hidden)
-    hidden.chmod(0o644)  # safetensors keeps its files to their owner
-    hidden.replace(path)

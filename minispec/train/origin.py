@@ -86,6 +86,11 @@ class Origin:
             "down": layer.down.weight,
             "norm": files.take("norm.weight"),
         }
+        if odd := [name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())]:
+            raise ModelError(
+                f"--from {name}: its weights hold numbers that are not finite ({', '.join(odd)}), which no training "
+                f"mends; {_REMEDY}"
+            )
         return Origin(
             config,
             parameters,

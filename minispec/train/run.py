@@ -33,9 +33,10 @@ from minispec.runner import resolve_device
 from minispec.tokenizer import Tokenizer
 from minispec.train import report as reporting
 from minispec.train.data import Example, Labeller, choose_vocabulary
+from minispec.train.files import write
 from minispec.train.folder import Recipe, RunFolder
 from minispec.train.generate import Generator
-from minispec.train.head import TrainableHead, default_taps, write
+from minispec.train.head import TrainableHead, default_taps
 from minispec.train.origin import Origin
 from minispec.train.prompts import Opening, opening
 from minispec.train.shards import ANSWER, GIVEN, Sample
@@ -198,14 +199,15 @@ class _Job:
     # --- text --------------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Let the target write until there is enough."""
+        """Let the target write until there is enough; again what was deleted since."""
         run, recipe = self._run, self._run.recipe
-        if run.notes.get("generated"):
+        whole = run.notes.get("shards", len(run.shards)) if run.notes.get("generated") else None
+        if whole is not None and next(run.missing) >= whole:
             return
         slots = _SLOTS[self._model.device.type]
         generator = Generator(self._target, self._tokenizer, (*self._taps, self._model.config.num_layers),
                               seed=recipe.seed, slots=slots)  # fmt: skip
-        first = len(run.shards) * _SHARD
+        begin, end = itertools.tee(itertools.takewhile(lambda n: whole is None or n < whole, run.missing))
         kept: dict[int, list[Sample]] = {}
         before, begun = run.tokens, time.monotonic()
         columns = (TextColumn("writing text"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"),
@@ -213,25 +215,29 @@ class _Job:
         with Progress(*columns, console=self._console, transient=True) as progress:
             total = recipe.tokens or _GENERATE * (self._limit or 0.0)
             task = progress.add_task("", total=total, tokens=before, speed=0.0)
-            openings = ((index, self._opening(index)) for index in itertools.count(first))
-            for index, samples in generator.stream(openings, self._check_stopped, self._written_enough):
+            openings = ((index, self._opening(index)) for number in begin for index in _numbers(number))
+            enough = self._written_enough if whole is None else lambda: False
+            number = next(end, None)
+            for index, samples in generator.stream(openings, self._check_stopped, enough):
                 kept[index] = samples
                 speed = generator.written / (time.monotonic() - begun)
                 done = before + sum(_written(sample) for some in kept.values() for sample in some)
                 progress.update(task, completed=done if recipe.tokens else self._seconds, tokens=done, speed=speed)
-                while all(i in kept for i in range(first, first + _SHARD)):
-                    run.add([sample for i in range(first, first + _SHARD) for sample in kept.pop(i)])
-                    before, first = run.tokens, first + _SHARD
+                while number is not None and all(i in kept for i in _numbers(number)):
+                    run.add(number, [sample for i in _numbers(number) for sample in kept.pop(i)])
+                    before, number = run.tokens, next(end, None)
                     run.note(seconds=self._seconds)
-                if recipe.tokens is not None and before >= recipe.tokens:
+                if recipe.tokens is not None and before >= recipe.tokens and number == len(run.shards):
                     break
-        if recipe.tokens is None and (rest := [sample for some in kept.values() for sample in some]):
-            run.add(rest)
+        rest = [sample for some in kept.values() for sample in some]
+        if recipe.tokens is None and number is not None and rest:
+            run.add(number, rest)
         if run.tokens == 0:
             raise ConfigError("--minutes is too short for the target to write a single conversation here; give more")
         run.note(
             seconds=self._seconds,
             generated=True,
+            shards=len(run.shards),
             conversations=len(conversations(run.samples())),
             tokens=run.tokens,
         )
@@ -413,6 +419,11 @@ def price(head: TrainableHead, examples: Sequence[Example], settings: Mapping[st
     first, full = seconds
     later = len(onset) - 1
     return epoch, first + (full - first) * sum(1 - share for share in onset[1:]) / later
+
+
+def _numbers(shard: int) -> range:
+    """Of the conversations in it."""
+    return range(shard * _SHARD, (shard + 1) * _SHARD)
 
 
 def conversations(samples: Sequence[Sample]) -> list[list[Sample]]:

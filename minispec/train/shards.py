@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.errors import ModelError
+from minispec.train.files import write
 
 GIVEN, WRITTEN, ANSWER = 0, 1, 2
 """Whose a token is: the template's or the prompt's; the target's, within a user turn; the target's answer."""
@@ -58,19 +58,17 @@ class Shard:
 
         Args:
             tag: says what the shard was made with; ``load`` wants the same.
+
+        Raises:
+            ConfigError: it cannot be written.
         """
-        hidden = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(
-            {
-                "tokens": torch.cat([sample.tokens for sample in self.samples]).int(),
-                "classes": torch.cat([sample.classes for sample in self.samples]),
-                "features": torch.cat([sample.features for sample in self.samples]),
-                "lengths": torch.tensor([len(sample.tokens) for sample in self.samples]),
-            },
-            hidden,
-            {"tag": tag, "tokens": str(self.tokens)},
-        )
-        hidden.replace(path)
+        tensors = {
+            "tokens": torch.cat([sample.tokens for sample in self.samples]).int(),
+            "classes": torch.cat([sample.classes for sample in self.samples]),
+            "features": torch.cat([sample.features for sample in self.samples]),
+            "lengths": torch.tensor([len(sample.tokens) for sample in self.samples]),
+        }
+        write(path, lambda hidden: save_file(tensors, hidden, {"tag": tag, "tokens": str(self.tokens)}))
 
     @staticmethod
     def load(path: Path, tag: str) -> Shard:

@@ -125,12 +125,21 @@ def test_heads_of_other_makes_are_refused(tmp_path, layout, found):
         ({"hidden_size": 32, "target_hidden_size": 64}, None, "the head is of size 32, the target of 64"),
         ({"hidden_size": 32, "target_hidden_size": 32}, None, "hidden states of size 32, the target's have 64"),
         ({"vocab_size": 500}, None, "vocabulary of 500, the target's is 512"),
+        ({"eagle_config": [1]}, None, r"eagle_config in config.json must be an object, not \[1\]"),
+        ({"eagle_aux_hidden_state_layer_ids": 1}, None, "layer_ids in config.json must be a list of layers, not 1"),
         ({"intermediate_size": 8}, None, r"mlp.gate_proj.weight is \[\d+, 64\] instead of \[8, 64\]"),
     ],
 )
 def test_what_a_head_in_training_cannot_be_is_said(folder, config, tensor, found):
     change(folder, config, **({tensor: torch.ones(64)} if tensor else {}))
     with pytest.raises(ModelError, match=found):
+        load(folder)
+
+
+def test_a_broken_head_is_no_beginning(folder):
+    """No step of training would be finite."""
+    change(folder, **{"norm.weight": torch.full((64,), float("nan"))})
+    with pytest.raises(ModelError, match=r"not finite \(norm\).*leave --from out"):
         load(folder)
 
 

@@ -153,6 +153,29 @@ def test_writing_goes_on_with_the_same_conversations(target, kept, tmp_path, mon
             torch.testing.assert_close(a.features, b.features, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_deleted_of_the_text_is_written_again(target, kept, tmp_path, monkeypatch, whole):
+    """A broken file somewhere in it, or all of them; before all is written or behind that."""
+    shutil.copytree(kept, tmp_path / "out")
+    folder = tmp_path / "out" / "training"
+    files = sorted(folder.glob("shard-*"))
+    assert len(files) > 1
+    for file in files if whole else files[:1]:
+        file.unlink()
+    if not whole:
+        data = json.loads((folder / "run.json").read_text())
+        del data["notes"]["generated"]
+        (folder / "run.json").write_text(json.dumps(data))
+    monkeypatch.setattr(run._Job, "train", lambda self: None)
+    monkeypatch.setattr(run._Job, "report", lambda self: None)
+    assert run_train_draft(options(target, tmp_path / "out", resume=True)) == 0
+    tag = Recipe(**json.loads((folder / "run.json").read_text())["recipe"]).tag
+    for file, original in zip(files, sorted((kept / "training").glob("shard-*")), strict=True):
+        for a, b in zip(Shard.load(file, tag).samples, Shard.load(original, tag).samples, strict=True):
+            assert a.tokens.equal(b.tokens)
+    assert sorted(folder.glob("shard-*")) == files
+
+
 def test_samples_are_what_the_target_wrote(target, kept):
     """Classes tell the template and the given words from what was written, and every row has its hidden states."""
     data = json.loads((kept / "training" / "run.json").read_text())["recipe"]
