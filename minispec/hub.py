@@ -101,7 +101,7 @@ def resolve(name: str, *, weights_dir: Path | None = None) -> Path:
         ModelError: no such model here; the message says how to get it.
     """
     weights = weights_dir or default_weights_dir()
-    local = Path(name).expanduser()
+    local = _local(name)
     if (local / "config.json").is_file():
         return local
     if _is_plain(name) and (weights / name / "config.json").is_file():
@@ -124,6 +124,15 @@ def resolve(name: str, *, weights_dir: Path | None = None) -> Path:
             raise ModelError(f"{name!r} is not in the local Hugging Face cache (run: minispec pull {name}).{hint}")
         return found
     raise _unknown(name, hint)
+
+
+def _local(name: str) -> Path:
+    """The folder or file that ``name`` may be."""
+    path = Path(name)
+    try:
+        return path.expanduser()
+    except RuntimeError:  # ~ and a user that there is not
+        return path
 
 
 def _unknown(name: str, hint: str) -> ModelError:
@@ -206,7 +215,7 @@ def pull(name: str, *, weights_dir: Path | None = None, progress: bool = True) -
         ModelError: it cannot be fetched or converted; nothing half-made is left behind.
     """
     weights = weights_dir or default_weights_dir()
-    local = Path(name).expanduser()
+    local = _local(name)
     if (local / "config.json").is_file():
         missing = _missing(local)
         if missing:

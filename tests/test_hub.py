@@ -421,3 +421,9 @@ def test_missing_extra(home: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) ->
     folder = model_folder(home / "weights" / "pulled")
     assert hub.resolve("pulled") == folder
     assert hub.pull("pulled") == folder
+
+
+@pytest.mark.parametrize("get", [hub.resolve, hub.pull])
+def test_the_home_of_nobody_is_no_model(get):
+    with pytest.raises(ModelError, match="There is no model '~nobody-of-that-name/model'"):
+        get("~nobody-of-that-name/model")
