@@ -248,6 +248,14 @@ def test_drafts_come_back_when_a_crowd_has_left(cost, draft_seconds):
     assert request.output == [(2 + i) % 50 for i in range(request.num_output)]
 
 
+@pytest.mark.parametrize("per_row", [6.0, 12.0, 20.0])
+def test_a_crowd_loses_little_by_a_drafter_that_hardly_pays(per_row):
+    """Twelve slots, where a node that comes true nine times in ten just pays for its row, and drafting for none."""
+    clock, cost = Clock(), StepCost(20.0, per_row)
+    decode(TimedDrafter(right(share=0.9), clock, 8.0), clock, cost, slots=12, max_slots=12)
+    assert clock.now <= 1.06 * 300 * cost(12)
+
+
 def test_a_member_that_does_not_pay_is_left_out_of_a_union(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(union, "time", SimpleNamespace(perf_counter=clock))

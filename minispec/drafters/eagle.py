@@ -77,7 +77,7 @@ class EagleDrafter(GrowingDrafter[_State]):
         depth: int = 6,
         width: int = 8,
         children: int = 10,
-        chunk: int = 1024,
+        chunk: int = 1024,  # a row takes a small part of the time of one of the target
     ) -> None:
         runner = HeadRunner(head, pages=pages, page_size=page_size)
         super().__init__(
